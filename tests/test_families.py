@@ -4,6 +4,7 @@ counts."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,11 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
-from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, Pair, alone, fields_of, say
-from kit.families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
+from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, SHAPES, Pair, alone, fields_of, say
+from kit.families import LONGROPE, PARTIAL, SEEING, TINY, random_tiny, save_tiny
 from kit.models import (
     CPU,
+    EOS,
+    GREEDY,
     TOKENIZER_SIZE,
     LateLink,
     Sizes,
@@ -32,10 +36,11 @@ from kit.processor import OPERATORS, of
 from kit.quantised import engine_of
 from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, Experts, FeedForward, Mixer, Norm
 from offload.config.config_json import config_of
-from offload.config.families import FAMILIES
+from offload.config.families import FAMILIES, WRAPPERS
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
+from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.kernels import choice, cpu
 from offload.plan.planner import Options
@@ -265,6 +270,73 @@ def test_experts_may_be_in_one_tensor_of_a_layer_in_one_file_or_several(tmp_path
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         decoder = load(folder)
         assert_same_logits(in_decoding(decoder, target_cache(decoder, SIZES), tokens, 3), reference(name, tokens))
+
+
+@pytest.mark.parametrize("stored", ["by outputs", "of each expert"])
+def test_experts_of_qwen3_vl_are_found_as_other_programs_write_them(tmp_path: Path, stored: str) -> None:
+    """By inputs they are in the authors' folders; transformers 5 writes them by outputs, quantisers each by itself. No
+    matrix is square."""
+    folder = save_tiny("qwen3_vl_moe", tmp_path, moe_intermediate_size=24)
+    tensors = load_file(path := folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        rows, (layer, part) = tensors.pop(name).transpose(1, 2), name.split("experts.")
+        if stored == "by outputs":
+            tensors[name] = rows.contiguous()
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for number, expert in enumerate(rows):
+            for own, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+                tensors[f"{layer}experts.{number}.{own}.weight"] = matrix.contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    tokens, decoder = random_tokens(9), load(folder)
+    ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    with torch.inference_mode():
+        theirs = random_tiny("qwen3_vl_moe", moe_intermediate_size=24)(torch.tensor([tokens])).logits[0]
+    assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("wrapped", SEEING)
+def test_what_the_text_of_a_model_that_sees_pictures_leaves_out_is_as_transformers_has_it(wrapped: str) -> None:
+    """Epsilon, base, sizes and windows are not those of the family that it has the form of."""
+    text = AutoConfig.for_model(WRAPPERS[wrapped].default_family).to_dict()
+    left = {key: value for key, value in text.items() if not key.endswith("token_id") and key != "tie_word_embeddings"}
+
+    def described(text_config: dict[str, object]) -> ModelConfig:
+        holder = {"text_config": {**text_config, "head_dim": 128}}  # heads do not divide rows in each
+        return config_of({"model_type": wrapped, **({"thinker_config": holder} if "omni" in wrapped else holder)})
+
+    assert described({}) == described(left)
+    assert described({}).wrapper == wrapped
+
+
+def test_a_text_whose_fields_are_among_the_wrappers_is_the_one_of_its_own() -> None:
+    """As the authors' configs of Qwen2-VL and Qwen2.5-VL have them, where a text_config may be null."""
+    inner = {key: value for key, value in TINY["qwen2_vl"].config().items() if key != "model_type"}
+    wrapper = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}
+    expected = config_of({**wrapper, "text_config": inner})
+    assert config_of({**wrapper, **inner}) == config_of({**wrapper, **inner, "text_config": None}) == expected
+    with pytest.raises(ModelError, match="config: clip_qkv is 3"):
+        config_of({**wrapper, **inner, "clip_qkv": 3})
+
+
+def test_real_configs_have_the_parameters_that_their_names_say() -> None:
+    """As the authors publish them, without what transformers has by default."""
+    rope = {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "rope_scaling": None}
+    states = {f"linear_num_{kind}_heads": count for kind, count in (("key", 16), ("value", 32))}
+    states |= {f"linear_{part}": size for part, size in (("key_head_dim", 128), ("value_head_dim", 128))}
+    coder = {
+        "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 151936,
+        "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True,
+        "attention_bias": False, "tie_word_embeddings": False, "router_aux_loss_coef": 0.001, "dtype": "bfloat16",
+        "output_router_logits": False, "use_sliding_window": False, **states, **rope,
+    }  # fmt: skip
+    config = config_of(coder)
+    assert round(config.num_parameters() / 1e9, 1) == 79.7
+    assert (config.kv_bytes_per_token(2), config.state_bytes()) == (24576, 75497472)
+    assert config.next_token == config.blocks[3]
 
 
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:
@@ -545,6 +617,26 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
         while len(text) < len(PROMPT) + NUM_NEW and text[-1] not in ends:
             text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
     assert alone(pair, "fp32") == text[len(PROMPT) :]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.parametrize("name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING)])
+def test_forty_tokens_after_a_prompt_about_a_block_of_the_delta_rule_are_those_of_transformers(
+    pairs: Callable[[str], Pair], name: str, length: int
+) -> None:
+    """With a cache there, and of a model that sees pictures the whole of it, with its own positions in sections."""
+    pair, prompt = pairs(name), random_tokens(length, seed=11)
+    banned = [*range(EOS, SHAPES["vocab_size"])]
+    theirs = random_tiny(name, **fields_of(name)).generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, suppress_tokens=banned
+    )[0, length:].tolist()  # fmt: skip
+    greedy = replace(GREEDY, logit_bias=((EOS, -math.inf),))
+    with engine_of(pair, replace(DRAFTED, draft_gamma=0), prompt_tokens=CONTEXT, dtype="fp32") as engine:
+        steps = engine.generate(GenerationRequest(prompt, greedy, max_tokens=40))
+        assert [token for step in steps for token in step.tokens] == theirs
+    assert len(theirs) == 40
+    assert len({*theirs}) > 12
 
 
 @pytest.mark.usefixtures("forked_here")

@@ -21,8 +21,10 @@ import test_next_token as heads
 from kit.contract import FILES, KINDS, PROMPT, Pair, alone
 from kit.families import save_tiny
 from kit.gguf_models import write_gguf
+from kit.heads import IN_FILES
 from kit.models import TOKENIZER_SIZE, Sizes, load, random_tokens, target_cache
 from kit.quantised import level_stats
+from offload.config.gguf_header import read_header
 from offload.config.reading import read_config
 from offload.errors import ModelError, UsageError
 from offload.formats.stored import StoredMatrix
@@ -68,12 +70,33 @@ def test_ranks_cut_no_block_of_a_states_output(tmp_path: Path) -> None:
             check_divides(read_config(tmp_path / "model.gguf"), refused)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_an_old_file_with_queries_keys_values_and_gates_in_one_tensor_is_a_newer_one(tmp_path: Path, kind: str) -> None:
+    """Of Qwen3-Next, from before llama.cpp's converter took them apart."""
+    folder = save_tiny("qwen3_next", tmp_path / "folder")
+    write_gguf(folder, newer := tmp_path / "newer.gguf", kind=kind)
+    write_gguf(folder, old := tmp_path / "old.gguf", kind=kind, joins_states=True)
+    assert "blk.0.ssm_in.weight" in read_header(old).tensors
+    assert "blk.0.attn_qkv.weight" in read_header(newer).tensors
+    assert read_config(old).blocks == read_config(newer).blocks
+    assert torch.equal(logits(old), logits(newer))
+
+
+def test_states_of_qwen3_next_in_both_forms_at_once_are_refused(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.ssm_in.weight", np.ones((4, 32), np.float32))
+
+    write_gguf(save_tiny("qwen3_next", tmp_path / "folder"), path := tmp_path / "model.gguf", change=change)
+    with pytest.raises(ModelError, match=r"blk\.0\..* is there under two names"), Checkpoint.open(path):
+        pass
+
+
 def logits(path: Path) -> Tensor:
     decoder = load(path)
     return in_prefill(decoder, target_cache(decoder, SIZES), random_tokens(40), SIZES.prefill_block)
 
 
-@pytest.mark.parametrize("name", heads.FORMS)
+@pytest.mark.parametrize("name", IN_FILES)
 def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
     """Its layer follows the others, which are the same without it, and it has the names of folders."""
     folder = heads.with_head(save_tiny(name, tmp_path / "folder", tokenizer=True, **heads.SHAPES))
@@ -96,7 +119,7 @@ def test_a_next_token_head_is_the_folders(tmp_path: Path, name: str) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("offload", [frozenset(), frozenset(("weights",))], ids=["", "streamed"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize("name", heads.FORMS)
+@pytest.mark.parametrize("name", IN_FILES)
 def test_a_next_token_head_drafts_what_it_does_not_decide(
     tmp_path: Path, name: str, kind: str, offload: frozenset[str]
 ) -> None:
@@ -114,7 +137,7 @@ def test_a_next_token_head_drafts_what_it_does_not_decide(
 
 
 @pytest.mark.parametrize("part", ["join", "norm"])
-@pytest.mark.parametrize("name", heads.FORMS)
+@pytest.mark.parametrize("name", IN_FILES)
 def test_a_head_without_all_its_parts_is_none(tmp_path: Path, name: str, part: str) -> None:
     folder, path = heads.with_head(save_tiny(name, tmp_path / "folder")), tmp_path / "model.gguf"
     form = heads.FORMS[name]
@@ -243,6 +266,6 @@ def test_a_decay_under_another_name_is_unexpected(tmp_path: Path) -> None:
 
 def test_the_architecture_beside_it_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, arch="qwen3next")
-    with pytest.raises(ModelError, match=r"its architecture is 'qwen3next', known are .*qwen3, qwen35, qwen35moe, "):
+    write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, arch="kimi-linear")
+    with pytest.raises(ModelError, match=r"its architecture is 'kimi-linear', known are .*qwen3, qwen35, qwen35moe, "):
         read_config(path)

@@ -197,6 +197,19 @@ def head_logits(folder: Path) -> Tensor:
         return forward(level, tokens[level.length : 21], 1)[0, :TOKENIZER_SIZE].clone()
 
 
+def test_a_wrappers_head_is_the_one_of_its_text(tmp_path: Path) -> None:
+    """Of GLM-4.5V's form, where it is a layer of the body."""
+    plain = with_head(save_tiny("glm4_moe", tmp_path / "plain", tokenizer=True, **SHAPES, use_qk_norm=False))
+    shutil.copytree(plain, folder := tmp_path / "wrapped")
+    tensors = load_file(plain / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((plain / "config.json").read_text()) | {"model_type": "glm4v_moe_text"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "glm4v_moe", "text_config": text}))
+    assert read_config(folder).next_token is not None
+    assert torch.equal(head_logits(folder), head_logits(plain))
+
+
 def stacked(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """With one tensor for each matrix of all experts in the layers whose names begin so."""
     apart = {name: each for name, each in tensors.items() if name.startswith(prefix) and ".experts." in name}
@@ -260,7 +273,7 @@ def wide(scales: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
     """Among those that are left as plain numbers or not. What joins a row is always plain."""
-    wide_experts = {"qwen3_5_moe": ("moe", "shared_expert"), "glm4_moe": ("moe",)}.get(name, ())
+    wide_experts = () if name == "qwen3_5" else ("moe",) if name == "glm4_moe" else ("moe", "shared_expert")
     sizes = {f"{part}_intermediate_size": 128 for part in wide_experts}
     folder = with_head(save_tiny(name, tmp_path / "plain", tokenizer=True, **SHAPES, **sizes))
     config = read_config(folder)

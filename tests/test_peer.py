@@ -62,6 +62,25 @@ STATES: dict[str, dict[str, object]] = {
     "12 of 4, eight layers": {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_hidden_layers": 8},
     "as many, tied": {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "tie_word_embeddings": True},
 }
+WIDE: dict[str, object] = {
+    "vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 32,
+}  # fmt: skip
+SECTIONS: dict[str, object] = {"rope_type": "default", "rope_theta": 500.0}
+MIXED: dict[str, object] = {**WIDE, "moe_intermediate_size": 32}
+# Sections that cover all pairs: interleaved ones of others llama.cpp takes for those of a fourth position, which is 0.
+COVERED: dict[str, object] = {"rope_parameters": {**SECTIONS, "mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+HALF = {**SECTIONS, "partial_rotary_factor": 0.5}
+SEEING: dict[str, dict[str, object]] = {
+    "qwen3_vl": {**WIDE, **COVERED},
+    "qwen3_vl_moe": {**MIXED, **COVERED},
+    "qwen2_vl": {**WIDE, "head_dim": 16, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}},
+    "glm4v": {**WIDE, "head_dim": 16, "rope_parameters": {**HALF, "mrope_section": [2, 1, 1]}},
+    "glm4v_moe": {**MIXED, "rope_parameters": {**HALF, "mrope_section": [4, 2, 2]}},
+}
+NEXT: dict[str, object] = {
+    **WIDE, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 REAL = "TRIFORCE_TEST_LLAMA_CPP"  # the folder of an environment that has xllamacpp
 
 
@@ -294,17 +313,37 @@ class TestWheel:
             "vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 32,
             "linear_key_head_dim": 32, "linear_value_head_dim": 32, "rope_parameters": rope, **STATES[name],
         }  # fmt: skip
-        folder, file = save_tiny("qwen3_5", tmp_path / "model", tokenizer=True, **fields), tmp_path / "model.gguf"
-        write_converted(folder, file, tokenizer="", change=with_ids)
-        prompt = random_tokens(length, vocabulary=256)
-        plan = tiny_plan(file, None, replace(Sizes(), capacity=200), num_prompt_tokens=length, max_tokens=40)
-        with tiny_engine(plan, folder) as engine:
-            steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
-            ours = [token for step in steps for token in step.tokens]
-        python = python_of(Path(environment))
-        with open_llama_cpp(python, file, SETTING | {"cache": "f32"}, context=200) as llama_cpp:
-            theirs, _ = llama_cpp.generate(prompt, GREEDY, max_tokens=40, end_tokens=[TOKENIZER_SIZE - 1])
-        assert theirs == ours
+        assert_same_text(environment, save_tiny("qwen3_5", tmp_path / "model", tokenizer=True, **fields), length)
+
+    @pytest.mark.parametrize("name", SEEING)
+    def test_llama_cpp_writes_what_we_write_of_the_text_of_a_model_that_sees_pictures(self, tmp_path, name):
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        folder = save_tiny(name, tmp_path / "model", tokenizer=True, **SEEING[name])
+        assert_same_text(environment, folder, 150)
+
+    @pytest.mark.parametrize("joins_states", [False, True])
+    @pytest.mark.parametrize("length", [3, 150])
+    def test_llama_cpp_writes_what_we_write_of_qwen3_next(self, tmp_path, length, joins_states):
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
+        assert_same_text(environment, folder, length, joins_states=joins_states)
+
+
+def assert_same_text(environment: str, folder: Path, length: int, **form: bool) -> None:
+    """Of a folder's GGUF file, 40 tokens in fp32 after a prompt of this length. form: of `write_gguf`."""
+    file = folder.with_suffix(".gguf")
+    write_converted(folder, file, tokenizer="", change=with_ids, **form)
+    prompt = random_tokens(length, vocabulary=256)
+    plan = tiny_plan(file, None, replace(Sizes(), capacity=200), num_prompt_tokens=length, max_tokens=40)
+    with tiny_engine(plan, folder) as engine:
+        steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
+        ours = [token for step in steps for token in step.tokens]
+    python = python_of(Path(environment))
+    with open_llama_cpp(python, file, SETTING | {"cache": "f32"}, context=200) as llama_cpp:
+        theirs, _ = llama_cpp.generate(prompt, GREEDY, max_tokens=40, end_tokens=[TOKENIZER_SIZE - 1])
+    assert theirs == ours
 
 
 def with_ids(writer: GGUFWriter) -> None:

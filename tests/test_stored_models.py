@@ -3,6 +3,7 @@ cut no block, and numbers beyond fp16 are refused."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kit.contract import CONTEXT, DRAFTED, PLAIN, Pair, say
 from kit.gguf_models import write_gguf
+from kit.models import load
 from kit.quantised import engine_of, level_stats, saved
 from kit.stored_models import FORMS, GGUF, twin
 from offload.config.encodings import encoded
@@ -23,6 +25,7 @@ from offload.errors import ModelError, UsageError
 from offload.formats.stored import StoredMatrix
 from offload.plan.shards import check_divides
 from offload.session.fingerprints import identity_of
+from offload.weights import quantised_folder
 
 
 @pytest.mark.parametrize("form", [*FORMS, *GGUF])
@@ -40,6 +43,23 @@ def test_rows_of_a_prefill_have_the_bits_of_the_plain_numbers(
     assert all(map(torch.equal, *rows))
     with engine_of(pair, PLAIN, prompt_tokens=CONTEXT) as engine:  # a session is of a checkpoint, not of its numbers
         assert identity_of(pair[0], engine.plan) != identity
+
+
+def test_a_matrix_is_unpacked_once_although_its_rows_are_read_in_parts(
+    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each head: a folder of Qwen3-Next's size would have loaded for hours. Queries and their gates are in one
+    matrix, and keys and values between them."""
+    unpacked, get_tensor = Counter[str](), quantised_folder._Reader.get_tensor
+
+    def counted(self: quantised_folder._Reader, name: str) -> torch.Tensor:
+        unpacked[self.module] += 1
+        return get_tensor(self, name)
+
+    monkeypatch.setattr(quantised_folder._Reader, "get_tensor", counted)
+    load(pairs("qwen3_next in int4")[0])
+    assert {module for module, times in unpacked.items() if times > 1} == {"model.layers.3.self_attn.q_proj"}
+    assert unpacked["model.layers.0.linear_attn.in_proj_qkvz"] == unpacked["model.layers.3.self_attn.q_proj"] / 2 == 1
 
 
 def test_ranks_cut_no_block(pairs: Callable[[str], Pair]) -> None:

@@ -87,13 +87,24 @@ def _described(source: Fields) -> ModelConfig:
     wrapper = WRAPPERS.get(str(data.get("model_type")))
     if wrapper is None:
         return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)
-    _refuse_unsupported(source, wrapper.reads)
     _refuse_architectures(source, "ForConditionalGeneration")
-    inner = source.inner(TEXT_CONFIG).data
+    return _wrapped(source, wrapper)
+
+
+def _wrapped(source: Fields, wrapper: Wrapper) -> ModelConfig:
+    """The language model of a wrapper."""
+    holder = source.inner(wrapper.within) if wrapper.within else source
+    data = {**source.data, **holder.data}
+    is_flat = wrapper.may_be_flat and data.get(TEXT_CONFIG) is None
+    if is_flat:
+        inner = {key: value for key, value in data.items() if key != "model_type"}
+    else:
+        _refuse_unsupported(Fields(data, source.where), wrapper.reads)
+        inner = dict(holder.inner(TEXT_CONFIG).data)
     # A null in the inner config has a meaning in some families, such as no window. The outer config may replace it.
     outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
-    filled = {key: value for key, value in outer.items() if inner.get(key) is None}
-    text = source.inner(TEXT_CONFIG, {**inner, **filled})
+    filled = inner | {key: value for key, value in outer.items() if inner.get(key) is None}
+    text = Fields(filled, source.where) if is_flat else holder.inner(TEXT_CONFIG, filled)
     family = FAMILIES[text.choice("model_type", tuple(FAMILIES))]
     return _read(Fields({**family.sizes, **text.data}, text.where), family, wrapper)
 
@@ -104,7 +115,7 @@ def _read(source: Fields, family: Family, wrapper: Wrapper | None) -> ModelConfi
         _refuse_architectures(source, "ForCausalLM")
         return family.describe(source)
     config = family.describe(source)
-    return replace(config, names=replace(config.names, body=wrapper.body), wrapper=wrapper.name)
+    return replace(config, names=config.names.wrapped(wrapper.body, wrapper.head), wrapper=wrapper.name)
 
 
 def _refuse_unsupported(source: Fields, reads: Set[str]) -> None:

@@ -19,9 +19,10 @@ from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
 from offload.config.gguf_layers import KV_HEADS
-from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, SCALE, TABLE, renamed
+from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
+from offload.config.names import DeltaNames
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 
@@ -36,12 +37,12 @@ def gguf_config(header: Header) -> ModelConfig:
     if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
         config = replace(config, next_token=None)
     config = replace(_stacked(with_factors(values, config), header), suppressed=values.suppressed())
-    if architecture.neighbours:
-        config = with_rope(config, neighbours=True)
+    if architecture.neighbours or (architecture.halves_sections and values.has_sections()):
+        config = with_rope(config, neighbours=architecture.neighbours)
     if architecture.has_one:
         config = _with_one(config)
-    if architecture.tiled:
-        config = _tiled(config)
+    if config.delta is not None:
+        config = _with_states(config, header, tiled=architecture.tiled)
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
 
@@ -185,14 +186,17 @@ def _with_one(config: ModelConfig) -> ModelConfig:
     return replace(config.mapped(block), norm=changed(config.norm) or config.norm)
 
 
-def _tiled(config: ModelConfig) -> ModelConfig:
-    """`config` for value heads that the converter put in the order of their key heads, over and over, and for decays
-    that are stored as they are."""
+def _with_states(config: ModelConfig, header: Header, *, tiled: bool) -> ModelConfig:
+    """`config` for decays that are stored as they are. tiled: the converter put value heads in the order of their key
+    heads, over and over. Files have queries, keys and values of all key heads in one tensor and the gates in another;
+    older ones of Qwen3-Next have all four in one, as folders do."""
 
     def block(found: Block) -> Block:
-        if found.attends or found.delta.num_heads == found.delta.num_key_heads:
+        if found.attends or not tiled or found.delta.num_heads == found.delta.num_key_heads:
             return found
         return replace(found, mixer=replace(found.delta, tiled=0))
 
-    names = replace(config.names, delta=replace(config.names.delta, is_log=False))
+    own, is_old = config.names.delta, any(name.endswith(JOINED_STATES) for name in header.tensors)
+    parts = own.parts if is_old else (*DeltaNames().parts[:4], *own.parts[4:])
+    names = replace(config.names, delta=replace(own, parts=parts, is_log=False))
     return replace(config.mapped(block), names=names)

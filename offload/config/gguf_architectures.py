@@ -6,10 +6,20 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from offload.config.families.windows import FULL, WINDOWED
-from offload.config.gguf_experts import EXPERTS, GLM4MOE, GPT_OSS, QWEN35MOE, glm4moe, gpt_oss, qwen3moe, qwen35moe
+from offload.config.gguf_experts import (
+    EXPERTS,
+    GLM4MOE,
+    GPT_OSS,
+    QWEN35MOE,
+    glm4moe,
+    gpt_oss,
+    qwen3moe,
+    qwen3next,
+    qwen35moe,
+)
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
-from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
+from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
 from offload.config.gguf_states import STATES, qwen35
 
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
@@ -23,8 +33,9 @@ class Architecture:
     """An architecture of llama.cpp. family: a name of FAMILIES. own: makes fields besides the common ones, from the
     metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json.
     neighbours: the converter put rows of q and k that are rotated together beside each other. has_one: it added 1 to
-    the weights of norms. tiled: it put value heads with a state in the order of their key heads, and made decays of
-    their logarithms. reads: keys that change the arithmetic and that are read."""
+    the weights of norms. halves_sections: where positions have sections, it put rows that are rotated together into
+    halves. tiled: it put value heads with a state in the order of their key heads. reads: keys that change the
+    arithmetic and that are read."""
 
     family: str
     own: Own
@@ -32,6 +43,7 @@ class Architecture:
     norm_field: str = "rms_norm_eps"
     neighbours: bool = False
     has_one: bool = False
+    halves_sections: bool = False
     tiled: bool = False
     reads: Set[str] = frozenset()
 
@@ -156,6 +168,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture("mistral", _mistral3, neighbours=True, reads=frozenset(("attention.temperature_scale",))),
     "qwen2": Architecture("qwen2", _none),
     "qwen3": Architecture("qwen3", attention_bias),
+    "qwen2vl": Architecture("qwen2_vl_text", _none, reads=SECTIONS),
+    "qwen3vl": Architecture("qwen3_vl_text", attention_bias, reads=SECTIONS),
+    "qwen3vlmoe": Architecture("qwen3_vl_moe_text", qwen3moe, reads=EXPERTS | SECTIONS),
     "qwen3moe": Architecture("qwen3_moe", qwen3moe, reads=EXPERTS),
     "granite": Architecture("granite", _granite, neighbours=True, reads=_SCALES),
     "smollm3": Architecture("smollm3", _biases, neighbours=True),
@@ -168,15 +183,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture("olmo2", _olmo2, reads=WINDOWS),
     "command-r": Architecture("cohere", _cohere, _LAYER, "layer_norm_eps", reads=frozenset(("logit_scale",))),
     "cohere2": Architecture("cohere2", _cohere2, _LAYER, "layer_norm_eps", reads=WINDOWS | {"logit_scale"}),
-    "glm4": Architecture("glm4", attention_bias),
+    "glm4": Architecture("glm4", attention_bias, halves_sections=True, reads=SECTIONS),
     "seed_oss": Architecture("seed_oss", _seed_oss),
     "ernie4_5": Architecture("ernie4_5", _ernie),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", attention_bias),
     "exaone4": Architecture("exaone4", _exaone4, reads=WINDOWS),
     "starcoder2": Architecture("starcoder2", _starcoder2, _LAYER, "norm_epsilon"),
+    "qwen3next": Architecture("qwen3_next", qwen3next, has_one=True, reads=QWEN35MOE),
     "qwen35": Architecture("qwen3_5_text", qwen35, has_one=True, tiled=True, reads=STATES),
     "qwen35moe": Architecture("qwen3_5_moe_text", qwen35moe, has_one=True, tiled=True, reads=QWEN35MOE),
     "gpt-oss": Architecture("gpt_oss", gpt_oss, reads=GPT_OSS),
-    "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE),
+    "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE | SECTIONS),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

@@ -52,6 +52,11 @@ def qwen35moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     return {**qwen35(values, common), **experts(values), "shared_expert_intermediate_size": shared}
 
 
+def qwen3next(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen3-Next."""
+    return {**qwen35moe(values, common), "num_nextn_predict_layers": len(values.head_layers())}
+
+
 def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of GLM-4.5."""
     if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, _SIGMOID):

@@ -64,6 +64,10 @@ class Metadata(Fields):
         count = self.integer("block_count")
         return range(count - self.get("nextn_predict_layers", whole(0, count - 1), 0), count)
 
+    def has_sections(self) -> bool:
+        """Whether heads rotate in sections, by positions of their own in pictures."""
+        return "rope.dimension_sections" in self.data and any(self.values("rope.dimension_sections"))
+
     def text(self, key: str) -> str:
         """A text, "" if it is absent."""
         text: str = self.get(key, TEXT, "")

@@ -11,6 +11,7 @@ from offload.config.gguf_header import Items
 Fields = dict[str, object]
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 WINDOWS = frozenset((WINDOW, PATTERN))
+SECTIONS = frozenset(("rope.dimension_sections", "n_deepstack_layers"))  # of pictures alone: a text needs neither
 KV_HEADS = "attention.head_count_kv"
 
 

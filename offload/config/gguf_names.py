@@ -10,6 +10,7 @@ from offload.config.names import TensorNames
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # of all experts of a layer, each gate before its up
+JOINED_STATES = ".ssm_in.weight"  # of queries, keys, values and gates by key head
 EXPERT_FACTORS = "ffn_down_exps.scale"
 SCALE = "scale"  # in place of "weight": of a matrix in NVFP4
 NO_LAYERS = range(0)
@@ -83,6 +84,8 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_v": "self_attn.v_proj",
         "attn_qkv": names.fused_qkv or names.delta.parts[0],
         "attn_gate": names.delta.parts[3],
+        "ssm_in": names.delta.parts[0],
+        "ssm_ba": names.delta.parts[4],
         "ssm_beta": names.delta.parts[4],
         "ssm_alpha": names.delta.parts[5],
         "ssm_conv1d": names.delta.taps[0],

@@ -10,8 +10,8 @@ from offload.config.block import Block
 @dataclass(frozen=True)
 class DeltaNames:
     """The tensor names of a delta rule within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
-    of one name are rows of one tensor, and so are taps: of queries, keys and values. is_log: decays are stored as
-    A_log."""
+    of one name are rows of one tensor, and so are taps: of queries, keys and values. grouped: names of tensors in which
+    each key head has its rows of all these parts together. is_log: decays are stored as A_log."""
 
     parts: tuple[str, ...] = (
         *("linear_attn.in_proj_qkv",) * 3,
@@ -22,6 +22,7 @@ class DeltaNames:
     norm: str = "linear_attn.norm"
     decay: str = "linear_attn.A_log"
     time_bias: str = "linear_attn.dt_bias"
+    grouped: tuple[str, ...] = ()
     is_log: bool = True
 
 
@@ -101,6 +102,12 @@ class TensorNames:
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
     unused: tuple[str, ...] = ()
+
+    def wrapped(self, body: str, head: str) -> TensorNames:
+        """The names in a wrapper's checkpoint, which has these names for body and head."""
+        own = {key: name for key, name in vars(self.next_token).items() if str(name).startswith(self.body)}
+        moved = {key: body + name.removeprefix(self.body) for key, name in own.items()}
+        return replace(self, body=body, head=head, next_token=replace(self.next_token, **moved))
 
     def network(self, block: Block) -> tuple[str, str, str]:
         """The names of the feed-forward network's gate, up and down in a layer."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from offload.fields import Fields, list_of, number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+SECTIONED = "mrope"  # default positions with sections, in the configs of vision models
+# Sections of a head rotate by positions of their own: of pictures by time, row and column; of text all are equal.
+SECTION_KEYS = frozenset(("mrope_section", "mrope_interleaved", "interleaved"))
 PROPORTIONAL = "proportional"  # only some pairs rotate, with the frequencies of a fully rotated head
 _KNOWN_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
@@ -107,7 +110,7 @@ def _read_form(
     kind_key = "type" if rope.data.get("rope_type") is None else "rope_type"
     kind = rope.choice(kind_key, (*ROPE_KINDS, *defaults.kinds), default="default")
     rotated = _read_rotated(source, rope, head_dim, defaults, pairs=kind == PROPORTIONAL)
-    if rope.data.get("type") not in (None, kind):
+    if rope.data.get("type") not in (None, kind, *_other_names(kind, defaults)):
         rope.refuse("type", f"the same as rope_type {kind}")
     if kind == "yarn" and theta <= 1:
         (source if rope.data.get("rope_theta") is None else rope).refuse("rope_theta", "over 1 for yarn")
@@ -116,6 +119,11 @@ def _read_form(
     scaling = _read_scaling(source, rope, kind, max_positions, rotated)
     own = None if rotated == head_dim else rotated
     return replace(scaling, theta=theta, rotated=own, neighbours=defaults.neighbours)
+
+
+def _other_names(kind: str, defaults: RopeDefaults) -> tuple[str, ...]:
+    """Further names of a kind that `type` may have beside `rope_type`."""
+    return (SECTIONED,) if kind == "default" and SECTIONED in defaults.kinds else ()
 
 
 def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDefaults, *, pairs: bool) -> int:
@@ -136,7 +144,7 @@ def _read_rotated(source: Fields, rope: Fields, head_dim: int, defaults: RopeDef
 
 
 def _read_scaling(source: Fields, rope: Fields, kind: str, max_positions: int, rotated: int) -> Rope:
-    if kind == "default":
+    if kind in ("default", SECTIONED):
         return Rope()
     if kind == PROPORTIONAL:
         return Rope(kind, rope.number("factor", default=1.0, least=0.0))

@@ -8,7 +8,7 @@ no hole, known dtypes) is checked by the safetensors library, and by `config.ggu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,6 +35,7 @@ from offload.weights.transposed import transposed
 # Tensors of old checkpoints that follow from config.json.
 COMPUTES_NOTHING = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 HEAD, EMBEDDINGS = TensorNames().head, TensorNames().embeddings
+_TABLE = EMBEDDINGS.removeprefix(TensorNames().body)
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.")
 _PIECE_BYTES = 64 << 20  # of a tensor that are read at once
 _UNPACKED_NUMBERS = 1 << 22  # of a matrix that are unpacked at once
@@ -44,13 +45,15 @@ _NUM_NAMED = 3  # tensors of each kind that a message names
 class Checkpoint:
     """The tensors of a model folder or GGUF file, by their Hugging Face names. Use as a context manager, or `close` it.
 
-    No method keeps a tensor alive. After `close` only `names`, `files`, `shape` and `dtype` work.
+    No method keeps a tensor alive, but for the last matrix that was gathered from several tensors: layers read rows of
+    one again and again, as of each head's queries. After `close` only `names`, `files`, `shape` and `dtype` work.
     """
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry], files: ExitStack) -> None:
         self.folder = folder
         self._entries = dict(entries)
         self._files = files
+        self._gathered: tuple[str, Tensor] | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -175,13 +178,15 @@ class Checkpoint:
         """Rename tensors: stored name -> the name used from now on."""
         self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
 
-    def by_outputs(self, names: Iterable[str]) -> None:
-        """Read stacks [experts, inputs, outputs] of plain numbers by outputs from now on."""
-        stacks = {name: self._entries[name] for name in names if name in self._entries}
-        plain = {
-            name: entry for name, entry in stacks.items() if len(entry.shape) == 3 and entry.dtype in STORED_DTYPES
-        }
-        self._entries |= {name: transposed(entry) for name, entry in plain.items()}
+    def by_outputs(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Read stacks [experts, inputs, outputs] of plain numbers by outputs from now on. A stack of other than square
+        matrices that is by outputs already stays: transformers 5 writes such. shapes: of the rows of all experts."""
+        for name, (_, inputs) in shapes.items():
+            entry = self._entries.get(name)
+            if entry is None or len(entry.shape) != 3 or entry.dtype not in STORED_DTYPES:
+                continue
+            if entry.shape[2] != inputs or entry.shape[1] == inputs:
+                self._entries[name] = transposed(entry)
 
     def gather(self, config: ModelConfig) -> None:
         """Combine the tensors of each quantised matrix into one entry. Names are the ones after `rename`.
@@ -221,6 +226,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Unmap all files. Idempotent."""
+        self._gathered = None
         self._files.close()
 
     def __enter__(self) -> Checkpoint:
@@ -252,11 +258,17 @@ class Checkpoint:
         try:
             if rows is not None and entry.rows is not None:
                 return entry.rows(rows)
-            tensor: Tensor = entry.file.get_tensor(entry.stored_name)
+            tensor = self._gathered_once(name, entry) if entry.is_gathered else entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
         tensor = tensor.flatten(0, 1) if _is_stack(name, tensor.dim()) else tensor
         return tensor if rows is None else tensor[_slice(rows)]
+
+    def _gathered_once(self, name: str, entry: Entry) -> Tensor:
+        if self._gathered is None or self._gathered[0] != name:
+            self._gathered = None  # two of them need not be there at once
+            self._gathered = name, entry.file.get_tensor(entry.stored_name)
+        return self._gathered[1]
 
 
 def _is_stack(name: str, num_dims: int) -> bool:
@@ -310,11 +322,13 @@ def check_head(checkpoint: Checkpoint, config: ModelConfig) -> None:
         raise ModelError(f"{error}; --draft none does without this next-token head") from error
 
 
-def _join_parts(checkpoint: Checkpoint, config: ModelConfig, expected: Collection[str]) -> None:
-    """Give matrices without a suffix theirs, and join the parts of quantised ones. expected: the names from then on."""
+def _join_parts(checkpoint: Checkpoint, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Give matrices without a suffix theirs, and join the parts of quantised ones. expected: the names from then on,
+    with shapes."""
     checkpoint.rename(_bare_names(checkpoint.names(), expected))
     if config.names.experts.by_inputs:
-        checkpoint.by_outputs(name for name in expected if name.endswith(".weight") and ".experts." in name)
+        stacks = {name: shape for name, shape in expected.items() if ".experts." in name and name.endswith(".weight")}
+        checkpoint.by_outputs(stacks)
     if config.quantisation is not None:
         checkpoint.gather(config)
 
@@ -322,14 +336,17 @@ def _join_parts(checkpoint: Checkpoint, config: ModelConfig, expected: Collectio
 def _other_names(names: Sequence[str], config: ModelConfig) -> dict[str, str]:
     """The map from stored to expected names, for tensors that are stored under another name."""
     found, expected = {name: name for name in names}, config.names
-    if wrapped := expected.body.removeprefix("model."):  # older checkpoints wrap the language model with its head
+    wrapped = expected.body.removeprefix("model.") if expected.body.startswith("model.") else ""
+    if wrapped:  # older checkpoints wrap the language model with its head
         inner, head = f"{wrapped}model.", f"{wrapped}{expected.head}"
         bare = tuple(f"{wrapped}{part}" for part in _BODY_PARTS)
         found |= {name: expected.body + name.removeprefix(inner) for name in names if name.startswith(inner)}
         found |= {name: f"model.{name}" for name in names if name.startswith(bare)}
         found |= {head: expected.head} if head in found else {}
-    if expected.embeddings not in found.values() and expected.embeddings.removeprefix(expected.body) in found:
-        found |= {name: expected.body + name for name in names if name.startswith(_BODY_PARTS)}
+    for prefix in ("", "model."):  # of a body by itself, and of one that an encoder was put beside
+        if expected.embeddings not in found.values() and f"{prefix}{_TABLE}" in found:
+            own = tuple(f"{prefix}{part}" for part in _BODY_PARTS)
+            found |= {name: expected.body + name.removeprefix(prefix) for name in names if name.startswith(own)}
     if config.tie_embeddings and expected.head in found and expected.embeddings not in found.values():
         found[expected.head] = expected.embeddings
     return {name: meant for name, meant in found.items() if name != meant}

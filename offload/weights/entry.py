@@ -26,7 +26,8 @@ class Entry:
     """One tensor of a file. dtype: safetensors' dtype code, such as BF16, or the name of the encoding of a matrix in
     blocks (formats/encodings.py). shape: of its numbers. unpack: for a matrix in any other format, the function
     from the file's rows, uint8 [n, bytes], to fp32 [n, inputs]. rows: of a file that makes a matrix' blocks as it reads
-    them, the function that makes those of some rows, uint8 [n, bytes], and no others."""
+    them, the function that makes those of some rows, uint8 [n, bytes], and no others. is_gathered: the matrix is made
+    of several tensors."""
 
     file: TensorFile
     path: Path
@@ -35,3 +36,4 @@ class Entry:
     dtype: str
     unpack: Callable[[Tensor], Tensor] | None = None
     rows: Callable[[range], Tensor] | None = None
+    is_gathered: bool = False

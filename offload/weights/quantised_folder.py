@@ -115,7 +115,7 @@ class _Reader:
         made._check(folder)
         main = parts[_PARTS[scheme.packing][0]]
         shape, rows = (matrix.outputs, matrix.inputs), made.rows if scheme.is_float else None
-        return replace(main, file=made, shape=shape, dtype=kind or scheme.numbers, rows=rows)
+        return replace(main, file=made, shape=shape, dtype=kind or scheme.numbers, rows=rows, is_gathered=True)
 
     def get_tensor(self, name: str) -> Tensor:
         """The matrix: uint8 [outputs, bytes], or [outputs, inputs] in its scheme's dtype. Memory: the result and a few

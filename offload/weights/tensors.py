@@ -118,7 +118,7 @@ def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
 
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
-        yield from _of_parts(whole.names.delta.parts, whole.block.delta.parts, delta_rows(whole, shard))
+        yield from _of_parts(whole, whole.names.delta.parts, delta_rows(whole, shard))
         return
     attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
@@ -162,13 +162,19 @@ def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
     return [keys, keys, values, values, heads, heads]
 
 
-def _of_parts(names: Sequence[str], sizes: Sequence[int], rows: Sequence[range]) -> Iterator[Source]:
-    """The rows of each part; neighbouring parts of one name are in one tensor, one after the other."""
-    first, before = 0, ""
-    for name, size, own in zip(names, sizes, rows, strict=False):
-        first = first if name == before else 0
-        yield Source(name, _after(first, own))
-        first, before = first + size, name
+def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:
+    """The rows of each part of a delta rule; parts of one name are in one tensor, one after the other, or one after the
+    other for each key head."""
+    delta, grouped = whole.block.delta, whole.names.delta.grouped
+    parts = [*zip(names, delta.parts, strict=False)]
+    for at, (name, size) in enumerate(parts):
+        groups = delta.num_key_heads if name in grouped else 1
+        before, width = (sum(other for same, other in some if same == name) // groups for some in (parts[:at], parts))
+        size //= groups
+        for group in range(rows[at].start // size, -(-rows[at].stop // size)):
+            first, own = group * size, rows[at]
+            inside = range(max(own.start - first, 0), min(own.stop - first, size))
+            yield Source(name, _after(group * width + before, inside))
 
 
 def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
@@ -176,7 +182,7 @@ def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
     names, delta = whole.names.delta, whole.block.delta
     if vector != "taps":
         return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
-    found = _of_parts(names.taps, delta.parts, delta_rows(whole, shard)[:3])
+    found = _of_parts(whole, names.taps, delta_rows(whole, shard))
     return [replace(part, name=f"{part.name}.weight", columns=range(delta.width)) for part in found]
 
 

@@ -76,6 +76,9 @@ def _larger(tiny: Tiny) -> dict[str, object]:
     rope = tiny.fields.get("rope_parameters")
     if isinstance(rope, dict) and "short_factor" in rope:
         grown["rope_parameters"] = rope | LONG_FACTORS
+    for key, given in tiny.fields.items():
+        if isinstance(given, dict) and "mrope_section" in given:  # half as many as a head's numbers that rotate
+            grown[key] = given | {"mrope_section": [2 * size for size in given["mrope_section"]]}
     return grown
 
 
@@ -152,6 +155,10 @@ FILES: dict[str, dict[str, object]] = {
         **WIDE, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
     },
+    "qwen3_next": {
+        **WIDE, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
+    },
     "glm4_moe": {**WIDE, **EXPERTS},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
@@ -168,6 +175,7 @@ KINDS_OF = {
     "qwen3_5": ("F32", "Q8_0", "Q4_K and others"),
     "gpt_oss": ("Q8_0", "Q4_K experts", "MXFP4 experts"),
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
+    "qwen3_next": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }
@@ -177,10 +185,18 @@ def _file(name: str, kind: str, root: Path) -> Pair:
     """The model drafts for itself, but a model with states for none."""
     folder = save_tiny(name, root / "folder", tokenizer=True, **FILES[name])
     write_gguf(folder, file := root / "target.gguf", kind=KINDS[kind])
-    if not read_config(file).stateful:
-        return file, file
+    return file, _other_draft(root) if read_config(file).stateful else file
+
+
+def _other_draft(root: Path) -> Path:
     draft = random_model("qwen2", vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024)
-    return file, save(draft, root / "draft", tokenizer=True)
+    return save(draft, root / "draft", tokenizer=True)
+
+
+def _stored_states(form: str, root: Path) -> Pair:
+    """A quantised folder in which rows of each key head are together."""
+    folder = save_tiny("qwen3_next", root / "target", tokenizer=True, **FILES["qwen3_next"])
+    return store(folder, form), _other_draft(root)
 
 
 def _file_twin(name: str, kind: str, target: Path, root: Path) -> Path:
@@ -196,6 +212,7 @@ MODELS: Mapping[str, Model] = {
     **{f"{name} with its head": Model(partial(_headed, name)) for name in heads.FORMS},
     **{f"qwen2 in {form}": Model(partial(_stored, form), _plain_twin) for form in (*FORMS, *GGUF)},
     **{f"qwen3_moe in {form}": Model(partial(_stored_mixture, form), _mixture_twin) for form in (*FORMS, *GGUF)},
+    "qwen3_next in int4": Model(partial(_stored_states, "int4"), _plain_twin),
     **{
         f"{name} in a file, {kind}": Model(partial(_file, name, kind), partial(_file_twin, name, kind))
         for name, kinds in KINDS_OF.items()

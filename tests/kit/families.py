@@ -6,6 +6,7 @@ part that is left out shows.
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,10 @@ from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     MuseGlimmerConfig,
     MuseGlimmerForConditionalGeneration,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -30,12 +33,33 @@ GROWING: dict[str, object] = {
     "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
-PLUS_ONE = ("nemotron", "gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")  # norms times 1 + w
+PLUS_ONE = (  # norms times 1 + w
+    *("nemotron", "gemma", "gemma2", "gemma3_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
 VISION = {
     "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "patch_size": 2,
     "pos_emb_height": 4, "pos_emb_width": 4,
 }  # fmt: skip
 ADAPTER = {"out_hidden_size": 16, "projector_hidden_size": 16}  # else a thousand times as many weights as the text
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "patch_size": 2,
+}  # fmt: skip
+QWEN3_VISION = QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+GLM_VISION = QWEN_VISION | {"image_size": 8}
+AUDIO = {
+    "encoder_layers": 1, "d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 8,
+    "output_dim": 16, "downsample_hidden_size": 4,
+}  # fmt: skip
+SEEING: dict[str, dict[str, object]] = {  # wrappers whose text has no model of its own: configs beside it
+    "qwen3_vl": {"vision_config": QWEN3_VISION},
+    "qwen3_vl_moe": {"vision_config": QWEN3_VISION},
+    "qwen2_vl": {"vision_config": {**QWEN_VISION, "embed_dim": 16, "mlp_ratio": 1}},
+    "qwen2_5_vl": {"vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]}},
+    "qwen3_omni_moe": {"vision_config": QWEN3_VISION, "audio_config": AUDIO, "vision_start_token_id": 1000},
+    "glm4v": {"vision_config": GLM_VISION},
+    "glm4v_moe": {"vision_config": GLM_VISION},
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 10}
 YARN: dict[str, object] = {
     "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -89,6 +113,7 @@ STATES: dict[str, object] = {
 }  # fmt: skip
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GLM_EXPERTS: dict[str, object] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+SECTIONS = {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1, 1]}
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
 TINY: dict[str, Tiny] = {
     "granite": _with("granite", **MULTIPLIED),
@@ -265,6 +290,15 @@ TINY: dict[str, Tiny] = {
         {**STATES, **EXPERTS, "shared_expert_intermediate_size": 32, "num_key_value_heads": 4},
         "qwen3_5_moe",
     ),
+    "qwen3_next": _with(
+        "qwen3_next", **{**STATES, "rope_parameters": PARTIAL}, **EXPERTS, shared_expert_intermediate_size=24,
+    ),
+    "qwen3_next, not renormalised": _with(
+        "qwen3_next", **{**STATES, "rope_parameters": PARTIAL, "num_hidden_layers": 3, "linear_num_value_heads": 2},
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=16,
+        norm_topk_prob=False, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True, head_dim=16,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+    ),
     "glm4_moe": _with("glm4_moe", **GLM_EXPERTS, num_hidden_layers=3, rope_parameters=PARTIAL, use_qk_norm=True),
     "glm4_moe, odd": _with(
         "glm4_moe", n_routed_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=2,
@@ -276,6 +310,42 @@ TINY: dict[str, Tiny] = {
         "olmo_hybrid", num_hidden_layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
         linear_value_head_dim=8, linear_allow_neg_eigval=False, attention_bias=True, tie_word_embeddings=True,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "qwen3_vl": Tiny("qwen3_vl_text", {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}}, "qwen3_vl"),
+    "qwen3_vl_moe": Tiny(
+        "qwen3_vl_moe_text",
+        {**EXPERTS, "num_hidden_layers": 3, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
+        "qwen3_vl_moe",
+    ),
+    "qwen2_vl": Tiny(
+        "qwen2_vl_text",
+        {
+            "head_dim": ..., "rope_parameters": ..., "rope_theta": THETA,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        },
+        "qwen2_vl",
+    ),
+    "qwen2_5_vl": Tiny(
+        "qwen2_5_vl_text",
+        {
+            "head_dim": ..., "rope_parameters": SECTIONS, "num_key_value_heads": 1, "use_sliding_window": True,
+            "sliding_window": 12, "max_window_layers": 1, "num_hidden_layers": 3,
+        },
+        "qwen2_5_vl",
+    ),
+    "qwen3_omni_moe": Tiny(
+        "qwen3_omni_moe_text",
+        {**EXPERTS, "num_hidden_layers": 3, "rope_parameters": SECTIONS, "mlp_only_layers": [1]},
+        "qwen3_omni_moe",
+    ),
+    "glm4v": Tiny("glm4v_text", {"rope_parameters": {**PARTIAL, "mrope_section": [1, 1, 0]}}, "glm4v"),
+    "glm4v_moe": Tiny(
+        "glm4v_moe_text",
+        {
+            **GLM_EXPERTS, "num_hidden_layers": 3, "routed_scaling_factor": 2.5,
+            "rope_parameters": {**PARTIAL, "mrope_section": [1, 1, 0]},
+        },
+        "glm4v_moe",
     ),
     "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
     "starcoder2, a window": _with(
@@ -314,6 +384,8 @@ TINY: dict[str, Tiny] = {
 def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedModel:
     """transformers' model, weights scaled so that attention and logits are peaked."""
     tiny = TINY[name]
+    if tiny.wrapped in SEEING:
+        return _weighted(AutoModelForImageTextToText.from_config(seeing(name, **fields)).float().eval(), tiny, seed)
     config = AutoConfig.for_model(**tiny.config() | fields)
     plain = "attn_logit_softcapping" in tiny.fields or tiny.family == "gpt_oss"  # sdpa neither caps nor has sinks
     eager = {"attn_implementation": "eager"} if plain else {}
@@ -322,6 +394,19 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
         model: PreTrainedModel = MuseGlimmerForConditionalGeneration(whole).float().eval()
     else:
         model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
+    return _weighted(model, tiny, seed)
+
+
+def seeing(name: str, **fields: object) -> PreTrainedConfig:
+    """The config of a model that sees pictures: of one that hears and speaks, too, its thinker's."""
+    tiny = TINY[name]
+    kind, text = tiny.wrapped + "_thinker" * ("omni" in tiny.wrapped), tiny.config() | fields
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    return AutoConfig.for_model(kind, text_config=text, **tied, **copy.deepcopy(SEEING[tiny.wrapped]))
+
+
+def _weighted(model: PreTrainedModel, tiny: Tiny, seed: int) -> PreTrainedModel:
+    """The model with random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for part, weight in sorted(model.named_parameters()):
@@ -369,6 +454,28 @@ def as_the_authors_have_it(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
+def as_released(wrapped: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of a model that sees pictures as its authors' checkpoints have them, which transformers (5.23)
+    renames, stacks and transposes as it reads them."""
+    body = {"qwen2_vl": "model.", "qwen3_omni_moe": "model."}.get(wrapped, "model.language_model.")
+    others = {"qwen2_vl": "", "qwen3_omni_moe": ""}.get(wrapped, "model.")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        own = name.startswith(("model.language_model.", "lm_head"))
+        name = name.replace("model.language_model.", body, 1) if own else name.replace("model.", others, 1)
+        name = f"thinker.{name}" if wrapped == "qwen3_omni_moe" else name
+        if ".experts." not in name:
+            found[name] = tensor
+        elif wrapped == "qwen3_vl_moe":
+            found[name] = tensor.transpose(1, 2)
+        else:
+            parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for number, expert in enumerate(tensor):
+                rows = zip(parts, expert.chunk(len(parts)), strict=True)
+                found |= {f"{name.rpartition('.')[0]}.{number}.{part}.weight": own for part, own in rows}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
 def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = False, **fields: object) -> Path:
     """The model as safetensors; a wrapped one as its wrapper's checkpoints have it, a picture's tensors among them.
     noise: see `perturbed`. tokenizer: with one token per byte."""
@@ -388,6 +495,8 @@ def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = 
     named = {"muse_glimmer": lambda part: part, "smolvlm": lambda part: part.replace("model.", "model.text_model.")}
     rename = named.get(tiny.wrapped, lambda part: f"language_model.{part}")
     tensors = {rename(part): tensor.contiguous() for part, tensor in model.state_dict().items()}
+    if tiny.wrapped in SEEING:
+        tensors = as_released(tiny.wrapped, model)
     if tiny.fields.get("tie_word_embeddings"):
         tensors = {part: tensor for part, tensor in tensors.items() if "lm_head" not in part}
     tensors["vision_tower.patch_conv.weight"] = torch.ones(2, 2)
@@ -398,5 +507,10 @@ def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = 
         "tie_word_embeddings": False,
     }  # fmt: skip
     wrapper |= {"scale_factor": 4} if tiny.wrapped == "smolvlm" else {}
+    if tiny.wrapped == "qwen2_vl":  # its text's fields are among the others
+        wrapper = wrapper.pop("text_config") | wrapper
+    if tiny.wrapped == "qwen3_omni_moe":
+        inner = ("text_config", "vision_config", "tie_word_embeddings")
+        wrapper["thinker_config"] = {key: wrapper.pop(key) for key in inner} | {"audio_config": AUDIO}
     (folder / "config.json").write_text(json.dumps(wrapper))
     return folder

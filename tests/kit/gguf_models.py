@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
+from transformers import AutoConfig
 
 from kit.stored import made_up, places
 from offload.formats.encodings import ENCODINGS
@@ -30,10 +32,13 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense",
     "exaone4": "exaone4", "starcoder2": "starcoder2", "nemotron": "nemotron", "ministral3": "mistral3",
     "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe", "gpt_oss": "gpt-oss",
-    "glm4_moe": "glm4moe", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
+    "glm4_moe": "glm4moe", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "qwen3_next": "qwen3next",
+    "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl",
+    "qwen3_vl_moe_text": "qwen3vlmoe", "qwen3_omni_moe_text": "qwen3vlmoe", "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
-STATEFUL = ("qwen35", "qwen35moe")
+STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
     "fc": "eh_proj", "norm": "shared_head_norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
@@ -48,6 +53,7 @@ LAYER_NORM = {
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
 }
+BESIDE_TEXT = re.compile(r"visual\.|vision_tower\.|audio_tower\.")
 NUMBERS_SIZE = 0.05  # of random blocks, as a root of their mean square
 NUMBERS = {"F32": np.float32, "F16": np.float16}
 
@@ -64,12 +70,14 @@ def write_gguf(
     numbers: Mapping[str, np.ndarray] | None = None,
     arch: str = "",
     fused: bool | None = None,
+    joins_states: bool = False,
 ) -> dict[str, np.ndarray]:
     """The model in `folder` as `path`. kind: of its matrices, of those of one name if it is a function; vectors are
     F32. tokenizer: "gpt2", "llama" or "" for none. split: tensors of a file. numbers: of tensors as the file has them.
     arch: another architecture's name. fused: whether experts' gates and ups are in one tensor; None: Gemma 4's are.
-    Returns the numbers of the tensors, in fp32, by Hugging Face's names."""
-    config = json.loads((folder / "config.json").read_text())
+    joins_states: whether Qwen3-Next's queries, keys, values and gates are in one tensor, as in old files. Returns the
+    numbers of the tensors, in fp32, by Hugging Face's names."""
+    config = text_config(json.loads((folder / "config.json").read_text()))
     named, arch = arch or ARCHITECTURES[config["model_type"]], ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, named, split_max_tensors=split)
     _metadata(writer, config, arch)
@@ -80,9 +88,14 @@ def write_gguf(
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     tensors = {
-        name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+        text_name(name): tensor.float()
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if not BESIDE_TEXT.search(name)
     }
-    stacks = stacked(tensors)
+    stacks = stacked(tensors, config["model_type"])
+    if arch == "qwen3next" and not joins_states:
+        stacks = ungrouped(stacks, config)
     if fused or (fused is None and arch == "gemma4"):
         stacks = joined(stacks)
     for name, tensor in sorted(stacks.items()):
@@ -105,7 +118,22 @@ def write_gguf(
     return stored
 
 
-def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text of a model that sees pictures, with transformers' defaults; of another one its own."""
+    holder = config.get("thinker_config", config)
+    if "vision_config" not in holder:
+        return config
+    text = holder.get("text_config") or {**holder, "model_type": f"{holder['model_type']}_text"}
+    found: dict[str, Any] = AutoConfig.for_model(**text).to_dict()
+    return found
+
+
+def text_name(name: str) -> str:
+    """The name of a tensor in a model of the text alone."""
+    return name.removeprefix("thinker.").replace("language_model.", "")
+
+
+def stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """With one tensor for each matrix of a layer's experts, and each of their biases."""
     found: dict[str, Tensor] = {}
     parts: dict[str, dict[int, Tensor]] = {}
@@ -116,8 +144,10 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor
         elif number.isdecimal():
             parts.setdefault(f"{before}.experts.{part}", {})[int(number)] = tensor
-        elif before.endswith(".mlp"):
+        elif family == "gpt_oss":
             found |= of_gpt_oss(f"{before}.experts.", rest, tensor)
+        elif family == "qwen3_vl_moe_text":
+            found |= of_gemma4(f"{before}.experts.", rest, tensor.transpose(1, 2))
         else:
             found |= of_gemma4(f"{before}.experts.", rest, tensor)
     return found | {name: torch.stack([own[at] for at in range(len(own))]) for name, own in parts.items()}
@@ -138,6 +168,20 @@ def of_gemma4(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
         return {f"{prefix}down_proj.weight": tensor}
     gate, up = tensor.chunk(2, 1)
     return {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+
+
+def ungrouped(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """With queries, keys and values of all key heads in one tensor, one after the other, and gates in another."""
+    keys = config["linear_num_key_heads"]
+    values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    sizes, found = (config["linear_key_head_dim"], config["linear_key_head_dim"], values, values), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            found[name] = tensor
+            continue
+        *first, gates = (part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split(sizes, 1))
+        found |= {name.replace("qkvz", "qkv"): torch.cat(first), name.replace("qkvz", "z"): gates}
+    return found
 
 
 def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -199,6 +243,10 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         if arch in PERMUTED and f".{letter}_proj." in name:
             halves = tensor.unflatten(0, (config[heads], 2, -1))
             return halves.transpose(1, 2).flatten(0, 2)
+        if config["model_type"] == "glm4v_text" and f".{letter}_proj." in name:  # neighbours of the half that rotates
+            heads_rows = tensor.unflatten(0, (config[heads], 2, -1))
+            pairs = heads_rows[:, 0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            return torch.stack([pairs, heads_rows[:, 1]], 1).flatten(0, 2)
     return tensor
 
 
@@ -207,13 +255,15 @@ def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
 
     def tiled(rows: Tensor) -> Tensor:
+        if config["model_type"] == "qwen3_next":
+            return rows
         return rows.unflatten(0, (keys, values // keys, -1)).transpose(0, 1).flatten(0, 2)
 
     if name.endswith("linear_attn.norm.weight"):
         return tensor
     if name.endswith("out_proj.weight"):
         return tiled(tensor.T).T
-    if "in_proj_qkv" in name or "conv1d" in name:
+    if "in_proj_qkv." in name or "conv1d" in name:
         both = 2 * keys * config["linear_key_head_dim"]
         return torch.cat([tensor[:both], tiled(tensor[both:])]).squeeze()
     return tiled(-tensor.exp() if name.endswith("A_log") else tensor)
@@ -303,12 +353,16 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
-    if arch == "qwen35moe":
+    if arch in ("qwen35moe", "qwen3next"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if arch == "glm4moe":
         _glm_experts(writer, config)
     if arch == "gemma4":
         _gemma4(writer, config)
+    if "mrope_section" in rope and arch not in STATEFUL:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0][:4])
+        if arch.startswith("qwen3vl"):
+            writer.add_num_deepstack_layers(1)
     if arch in STATEFUL:
         _states(writer, config, rope)
     if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "nemotron", "cohere2", *STATEFUL):
@@ -376,8 +430,8 @@ def _states(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any
         recurrent = [each == "linear_attention" for each in types] + [False] * drafts
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     writer.add_full_attention_interval(config.get("full_attention_interval", 4))
-    sections = rope.get("mrope_section", [11, 11, 10])
-    writer.add_rope_dimension_sections([*sections, 0, 0][:4])
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([*rope.get("mrope_section", [11, 11, 10]), 0, 0][:4])
     if drafts:
         writer.add_nextn_predict_layers(drafts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,13 +36,15 @@ QWEN = Form({"mtp_num_hidden_layers": 1}, 3, "mtp.layers.0.", "mtp.fc", MTP)
 FORMS = {
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
+    "qwen3_next": replace(QWEN, fields={}),
     "glm4_moe": Form(
         {"num_nextn_predict_layers": 1}, 2, "model.layers.3.", "model.layers.3.eh_proj",
         ("model.layers.3.enorm", "model.layers.3.hnorm", "model.layers.3.shared_head.norm"),
         ("model.layers.3.embed_tokens", "model.layers.3.shared_head.head"), plus_one=False,
     ),
 }  # fmt: skip
-MIXTURES = [name for name in FORMS if name.endswith("moe")]
+IN_FILES = [name for name in FORMS if name != "qwen3_next"]  # whose heads llama.cpp's converter writes
+MIXTURES = [name for name in FORMS if name != "qwen3_5"]
 
 
 def form_of(folder: Path) -> Form:

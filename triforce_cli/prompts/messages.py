@@ -17,6 +17,7 @@ from triforce_cli.tools.calls import MAX_DEPTH
 Note = Callable[[str], None]  # takes a line for the log
 
 BROKEN = "INVALID_JSON"  # the argument that holds arguments which are no JSON object, as Anthropic's API has it
+_ONLY_TEXTS = "only texts can be read: of a model that takes pictures or sound this program runs the text part only"
 LEFT_OUT = "[{} left out: only text can be read]"  # in place of a part that is no text
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are texts
 
@@ -92,7 +93,7 @@ def _text_of_part(part: Any, place: str, note: Note | None, instead: str) -> str
             return text
     said = f"of the type {json.dumps(kind)[:80]}, which is no text" if isinstance(kind, str) else "that is no text"
     if note is None:
-        raise UsageError(f"{place} has a content {said}; only texts can be read")
+        raise UsageError(f"{place} has a content {said}; {_ONLY_TEXTS}")
     note(f"{place} has a content {said}: it is left out")
     return instead.format(kind if isinstance(kind, str) else "content")
 

@@ -38,7 +38,9 @@ class Wrapper:
 
     about: the models of this type. default_family: the family if the inner config names none. body: the prefix of the
     language model's tensor names. reads: fields beside the inner config that look as if they changed its arithmetic.
-    outer: outer fields that apply where the inner config has none.
+    outer: outer fields that apply where the inner config has none. within: the field that holds the inner config and
+    what is beside it, "" for the whole. may_be_flat: the inner config's fields may be among the outer ones. head: the
+    name of the language model's output matrix.
     """
 
     name: str
@@ -48,6 +50,9 @@ class Wrapper:
     reads: Set[str] = frozenset()
     outer: tuple[str, ...] = ("dtype", "torch_dtype", "tie_word_embeddings")
     refuses: str = "pictures"
+    within: str = ""
+    may_be_flat: bool = False
+    head: str = "lm_head.weight"
 
 
 @dataclass(frozen=True)

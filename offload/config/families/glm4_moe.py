@@ -3,31 +3,42 @@ are chosen by the sigmoids of their scores plus a bias. The next-token head is a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from offload.config.block import Norm
-from offload.config.families.common import Defaults, Family, decoder, epsilon
+from offload.config.families.common import Defaults, Family, decoder, epsilon, sizes
 from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, NextTokenNames, TensorNames
-from offload.config.rope import RopeDefaults
+from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.fields import Fields, whole
 
 _DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5, rope=RopeDefaults(partial=0.5))
+_GLM4V = replace(_DEFAULTS, max_positions=65536, rope=RopeDefaults(partial=0.5, keys=SECTION_KEYS))
 _COUNTS = ("n_routed_experts", "num_local_experts")
 _SHARED, _FACTOR, _DENSE = "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace"
+_QK_NORM = "use_qk_norm"
 _GROUPS = ("n_group", "topk_group")
 _HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def describe(source: Fields) -> ModelConfig:
+    norm = Norm(epsilon(source, _DEFAULTS)) if source.flag(_QK_NORM, False) else None
+    attention = {"bias": source.flag("attention_bias", False), "qk_norm": norm}
+    return _described(source, "glm4_moe", _DEFAULTS, attention)
+
+
+def describe_vl(source: Fields) -> ModelConfig:
+    return _described(source, "glm4v_moe_text", _GLM4V, {"bias": source.flag("attention_bias", True)})
+
+
+def _described(source: Fields, family: str, defaults: Defaults, attention: Mapping[str, object]) -> ModelConfig:
     for key in _GROUPS:
         if source.integer(key, 1 << 12, default=1) != 1:
             source.refuse(key, "1: experts in groups are not implemented")
-    norm = Norm(epsilon(source, _DEFAULTS)) if source.flag("use_qk_norm", False) else None
-    attention = {"bias": source.flag("attention_bias", False), "qk_norm": norm}
-    config = without_windows(source, decoder(source, "glm4_moe", _DEFAULTS, attention=attention))
+    config = without_windows(source, decoder(source, family, defaults, attention=attention))
     experts = read_experts(
         source, config, counts=_COUNTS, renormalised=source.flag("norm_topk_prob", True), scoring="sigmoid",
         factor=source.number(_FACTOR, default=1.0), bias="ranks",
@@ -56,12 +67,11 @@ def _names(num_layers: int, heads: int) -> TensorNames:
     )
 
 
+_READS = READS | {*_COUNTS, *_GROUPS, _SHARED, _FACTOR, _DENSE, "norm_topk_prob", "partial_rotary_factor"}
+_SIZES = sizes(151424, 4096, 10944, 46, 96) | {
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+}  # fmt: skip
 FAMILIES = (
-    Family(
-        "glm4_moe",
-        "GLM-4.5 and 4.5-Air, 4.6, 4.7: mixtures of experts",
-        describe,
-        READS
-        | {*_COUNTS, *_GROUPS, _SHARED, _FACTOR, _DENSE, "norm_topk_prob", "use_qk_norm", "partial_rotary_factor"},
-    ),
+    Family("glm4_moe", "GLM-4.5 and 4.5-Air, 4.6, 4.7: mixtures of experts", describe, _READS | {_QK_NORM}),
+    Family("glm4v_moe_text", "text of `glm4v_moe`", describe_vl, _READS, sizes=_SIZES),
 )

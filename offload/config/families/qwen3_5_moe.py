@@ -4,10 +4,12 @@ network, and beside them one that every row runs through, with a gate. So has th
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from offload.config.families import qwen3_5
 from offload.config.families.common import Family, sizes
-from offload.config.families.experts import READS, read_experts, with_experts
+from offload.config.families.experts import READS as _MIXTURE
+from offload.config.families.experts import read_experts, with_experts
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.fields import Fields
@@ -16,16 +18,23 @@ _SHARED, _DENSE, _STEP = "shared_expert_intermediate_size", "mlp_only_layers", "
 
 
 def describe(source: Fields) -> ModelConfig:
+    return qwen3_5.with_next_token(source, described(source, "qwen3_5_moe_text"))
+
+
+def described(source: Fields, family: str, *, renormalised: bool = True, **others: Any) -> ModelConfig:
+    """The model of a config without its next-token head. others: of `qwen3_5.described`."""
     if source.data.get(_DENSE):
         source.refuse(_DENSE, "absent or empty: every layer has experts")
     source.integer(_STEP, 1, default=1)
     beside = source.integer(_SHARED, 1 << 22)
-    config = qwen3_5.described(Fields({**source.data, "intermediate_size": beside}, source.where), "qwen3_5_moe_text")
+    sized = Fields({**source.data, "intermediate_size": beside}, source.where)
+    config = qwen3_5.described(sized, family, **others)
     names = replace(config.names, experts=ExpertNames(network="mlp.shared_expert."))
-    experts = read_experts(source, config, gates_network=True)
-    return qwen3_5.with_next_token(source, with_experts(replace(config, names=names), experts, beside=beside))
+    experts = read_experts(source, config, gates_network=True, renormalised=renormalised)
+    return with_experts(replace(config, names=names), experts, beside=beside)
 
 
+READS = qwen3_5.READS | _MIXTURE | {_SHARED, _STEP}
 _SIZES = sizes(248320, 2048, 512, 40, 16) | {
     "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, _SHARED: 512,
 }  # fmt: skip
@@ -34,7 +43,7 @@ FAMILIES = (
         "qwen3_5_moe_text",
         "Qwen 3.5 to 3.8, mixtures of experts (35B-A3B, ...); text of `qwen3_5_moe`",
         describe,
-        qwen3_5.READS | READS | {_SHARED, _STEP},
+        READS,
         sizes=_SIZES,
     ),
 )

@@ -137,8 +137,13 @@ def text(**fields: object) -> dict[str, object]:
             "short_factor is [1.0]",
         ),
         (TINY["glm"].config() | {"head_dim": None}, "head_dim is null"),
-        (TINY["glm4_moe"].config() | {"n_group": 2}, "n_group is 2; it must be 1: experts in groups"),
-        (TINY["glm4_moe"].config() | {"topk_group": 4}, "topk_group is 4; it must be 1"),
+        (TINY["glm4_moe"].config() | {"n_group": 3}, "n_group is 3; it must be a divisor of the number of experts, 8"),
+        (TINY["glm4_moe"].config() | {"n_group": 8}, "n_group is 8; it must be a divisor of"),
+        (
+            TINY["glm4_moe"].config() | {"n_group": 4},
+            "topk_group is missing; it must be groups that have the 3 experts",
+        ),
+        (TINY["glm4_moe"].config() | {"topk_group": 4}, "topk_group is 4; it must be"),
         (TINY["glm4_moe"].config() | {"n_shared_experts": 0}, "n_shared_experts is 0"),
         (TINY["glm4_moe"].config() | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
         (
@@ -428,6 +433,13 @@ FLAGS: dict[str, Change] = {
     "bias of scores": _experts(bias=lambda own: "none" if own.bias == "scores" else "scores"),
     "bias of ranks": _experts(bias=lambda own: "none" if own.bias == "ranks" else "ranks"),
     "gates_network": _experts(gates_network=lambda own: not own.gates_network),
+    "groups": _experts(groups=lambda own: 1),
+    "groups_used": _experts(groups_used=lambda own: own.groups if own.groups > 1 else 1),
+    "group_best": _experts(group_best=lambda own: 1 if own.groups > 1 else own.group_best),
+    "experts.eps": _experts(eps=lambda own: 0.5),
+    "floored": _experts(floored=lambda own: not own.floored, eps=lambda own: 5.0),
+    "scales_sum": _experts(factor=lambda own: 2 * own.factor, scales_sum=lambda own: not own.scales_sum),
+    "averaged": _experts(averaged=lambda own: not own.averaged),
     "without the network beside experts": _block(
         feed_forward=lambda block: replace(block.feed_forward, size=0) if block.experts else block.feed_forward
     ),
@@ -464,8 +476,14 @@ def test_every_flag_of_a_description_counts(
 def _would_count(flag: str, config: ModelConfig) -> bool:
     if flag == "eps before_attention" and config.block.attention.v_norm:
         return False  # it only scales what is normed again
-    if flag in ("experts.factor", "renormalised") and config.block.after_experts:
+    if flag in ("experts.factor", "renormalised", "scales_sum") and config.block.after_experts:
         return False  # as this does
+    if flag in ("experts.eps", "floored") and not (
+        config.experts and config.experts.renormalised and config.experts.scoring == "sigmoid"
+    ):
+        return config.experts is not None and config.experts.needs_softmax
+    if flag == "averaged":
+        return any(each.experts and each.feed_forward.size and not each.joins_normed for each in config.blocks)
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
     if flag in ("scoring", "score_scale", "bias of ranks", "eps before_router") and one_of_all:
         return False  # its weight is 1, and the order of scores is the same

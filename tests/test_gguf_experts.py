@@ -152,8 +152,6 @@ def put(key: str, value: float | bool) -> Change:
     ("name", "key", "value", "said"),
     [
         ("glm4_moe", "expert_gating_func", 1, "is 1; it must be absent, 0 or 2: only sigmoids of the experts' scores"),
-        ("glm4_moe", "expert_group_count", 8, "is 8; it must be absent, 0 or 1: experts in groups are not implemented"),
-        ("glm4_moe", "expert_group_used_count", 4, "is 4; it must be absent, 0 or 1: experts in groups"),
         ("glm4_moe", "expert_shared_count", 0, "is 0; it must be a whole number from 1"),
         ("glm4_moe", "expert_weights_scale", -1.0, "is -1.0; it must be"),
         ("glm4_moe", "expert_shared_feed_forward_length", 16, "is 16; it must be absent or 0: it changes"),

@@ -18,7 +18,8 @@ _SIGMOID = 2  # llama.cpp's number of these scores; 0 is the architecture's own
 EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
 GPT_OSS = EXPERTS | WINDOWS
 QWEN35MOE = EXPERTS | STATES | {_SHARED_SIZE}
-GLM4MOE = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS, "nextn_predict_layers"}
+_SIGMOIDS = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS}
+GLM4MOE = _SIGMOIDS | {"nextn_predict_layers"}
 
 
 def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -54,23 +55,34 @@ def qwen35moe(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of GLM-4.5."""
-    if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, _SIGMOID):
-        values.refuse(_SCORING, f"absent, 0 or {_SIGMOID}: only sigmoids of the experts' scores are implemented")
-    for key in _GROUPS:
-        if values.get(key, whole(0, 1 << 12), 0) > 1:
-            values.refuse(key, "absent, 0 or 1: experts in groups are not implemented")
-    factor = values.optional(_SCALE)
     return {
         **attention_bias(values, common),
-        **experts(values),
+        **_sigmoids(values),
         "n_routed_experts": values.integer("expert_count"),
         "use_qk_norm": values.has("attn_q_norm.weight"),
         "n_shared_experts": values.integer(_SHARED_COUNT),
+        "num_nextn_predict_layers": len(values.head_layers()),
+    }
+
+
+def _sigmoids(values: Metadata) -> Fields:
+    """Fields of a mixture of experts of DeepSeek V3's form, after some dense layers."""
+    _scored(values, _SIGMOID, "sigmoids")
+    factor, (groups, groups_used) = values.optional(_SCALE), (values.get(key, whole(0, 1 << 12), 0) for key in _GROUPS)
+    return {
+        **experts(values),
         "first_k_dense_replace": values.get(_DENSE, whole(0), 0),
         "routed_scaling_factor": 1.0 if factor is None else factor,
         "norm_topk_prob": values.flag(_RENORMALISED, False),
-        "num_nextn_predict_layers": len(values.head_layers()),
+        "n_group": groups or 1,
+        "topk_group": groups_used or 1,
     }
+
+
+def _scored(values: Metadata, kind: int, name: str) -> None:
+    """Refuse scores of another kind than the architecture's."""
+    if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, kind):
+        values.refuse(_SCORING, f"absent, 0 or {kind}: only {name} of the experts' scores are implemented")
 
 
 def experts(values: Metadata, *, used: str = "num_experts_per_tok") -> Fields:

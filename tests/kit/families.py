@@ -271,6 +271,10 @@ TINY: dict[str, Tiny] = {
         routed_scaling_factor=2.5, norm_topk_prob=False, first_k_dense_replace=2, num_hidden_layers=4,
         attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=PARTIAL,
     ),
+    "glm4_moe, groups": _with(
+        "glm4_moe", **GLM_EXPERTS | {"n_routed_experts": 12}, num_hidden_layers=3, n_group=4, topk_group=2,
+        rope_parameters=PARTIAL,
+    ),
     "olmo_hybrid": _with("olmo_hybrid", num_hidden_layers=4, linear_key_head_dim=8, rope_parameters=None),
     "olmo_hybrid, positions": _with(
         "olmo_hybrid", num_hidden_layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,

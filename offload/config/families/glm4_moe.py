@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
-from offload.config.families.experts import READS, read_experts, with_experts
+from offload.config.families.experts import READS, SIGMOIDS, read_sigmoids, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, NextTokenNames, TensorNames
@@ -16,22 +16,15 @@ from offload.fields import Fields, whole
 
 _DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5, rope=RopeDefaults(partial=0.5))
 _COUNTS = ("n_routed_experts", "num_local_experts")
-_SHARED, _FACTOR, _DENSE = "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace"
-_GROUPS = ("n_group", "topk_group")
+_SHARED, _DENSE = "n_shared_experts", "first_k_dense_replace"
 _HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def describe(source: Fields) -> ModelConfig:
-    for key in _GROUPS:
-        if source.integer(key, 1 << 12, default=1) != 1:
-            source.refuse(key, "1: experts in groups are not implemented")
     norm = Norm(epsilon(source, _DEFAULTS)) if source.flag("use_qk_norm", False) else None
     attention = {"bias": source.flag("attention_bias", False), "qk_norm": norm}
     config = without_windows(source, decoder(source, "glm4_moe", _DEFAULTS, attention=attention))
-    experts = read_experts(
-        source, config, counts=_COUNTS, renormalised=source.flag("norm_topk_prob", True), scoring="sigmoid",
-        factor=source.number(_FACTOR, default=1.0), bias="ranks",
-    )  # fmt: skip
+    experts = read_sigmoids(source, config, counts=_COUNTS)
     beside = experts.network.size * source.integer(_SHARED, 1 << 12, default=1)
     dense = range(source.get(_DENSE, whole(0), 1))
     key = next((key for key in _HEADS if source.data.get(key) is not None), _HEADS[0])
@@ -61,7 +54,6 @@ FAMILIES = (
         "glm4_moe",
         "GLM-4.5 and 4.5-Air, 4.6, 4.7: mixtures of experts",
         describe,
-        READS
-        | {*_COUNTS, *_GROUPS, _SHARED, _FACTOR, _DENSE, "norm_topk_prob", "use_qk_norm", "partial_rotary_factor"},
+        READS | SIGMOIDS | {*_COUNTS, _SHARED, _DENSE, "use_qk_norm", "partial_rotary_factor"},
     ),
 )

@@ -4,6 +4,7 @@ counts."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, Pair, alone, fields_of, say
+from kit.contract import CONTEXT, DRAFTED, GROWN, MODES, NUM_NEW, PROMPT, SHAPES, Pair, alone, fields_of, say
 from kit.families import LONGROPE, PARTIAL, TINY, random_tiny, save_tiny
 from kit.models import (
     CPU,
+    GREEDY,
     TOKENIZER_SIZE,
     LateLink,
     Sizes,
@@ -36,6 +38,7 @@ from offload.config.families import FAMILIES
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
+from offload.engine.request import GenerationRequest
 from offload.errors import ModelError
 from offload.kernels import choice, cpu
 from offload.plan.planner import Options
@@ -49,6 +52,7 @@ SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
 IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
+MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -144,6 +148,17 @@ def text(**fields: object) -> dict[str, object]:
             "topk_group is missing; it must be groups that have the 3 experts",
         ),
         (TINY["glm4_moe"].config() | {"topk_group": 4}, "topk_group is 4; it must be"),
+        (TINY["minimax_m2"].config() | {"qk_norm_type": "per_head"}, 'qk_norm_type is "per_head"'),
+        (TINY["minimax_m2"].config() | {"use_qk_norm": False}, "use_qk_norm is false"),
+        (TINY["ernie4_5_moe"].config() | {"use_bias": True}, "use_bias is true; it must be false in ernie4_5_moe"),
+        (TINY["ernie4_5_moe"].config() | {"moe_num_experts": [8, 8]}, "moe_num_experts is [8, 8]"),
+        (TINY["hunyuan_v1_moe"].config() | {"moe_topk": [3, 2]}, "moe_topk is [3, 2]; it must be a number, or a list"),
+        (TINY["hunyuan_v1_moe"].config() | {"num_shared_expert": [2, 2]}, "num_shared_expert is [2, 2]; it must be 1"),
+        (TINY["hunyuan_v1_moe"].config() | {"moe_intermediate_size": 24}, "moe_intermediate_size is 24; it must be 16"),
+        (TINY["exaone_moe"].config() | {"is_moe_layer": [True] * 4}, "is_moe_layer is [true, true, true, true]"),
+        (TINY["exaone_moe"].config() | {"mlp_layer_types": ["sparse"]}, 'mlp_layer_types is ["sparse"]'),
+        (TINY["olmoe"].config() | {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        (TINY["qwen2_moe"].config() | {"use_sliding_window": True}, "use_sliding_window is true"),
         (TINY["glm4_moe"].config() | {"n_shared_experts": 0}, "n_shared_experts is 0"),
         (TINY["glm4_moe"].config() | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
         (
@@ -250,6 +265,17 @@ def test_a_next_token_head_of_several_layers_is_left_alone(
     other = _with_tensors(save_tiny(name, tmp_path / "other"), **{"model.layers.4.eh_proj.weight": torch.ones(2, 2)})
     with pytest.raises(ModelError, match=r"1 unexpected \(model.layers.4.eh_proj.weight\)"):
         load(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"), ("exaone_moe", "mtp.layers.0.mlp.gate.weight")],
+)
+def test_a_next_token_head_that_is_not_supported_is_left_alone(tmp_path: Path, name: str, part: str) -> None:
+    folder, tokens = _with_tensors(save_tiny(name, tmp_path), **{part: torch.ones(2, 2)}), random_tokens(9)
+    decoder = load(folder)
+    ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    assert_same_logits(ours, reference(name, tokens))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "glm4_moe"])
@@ -563,6 +589,24 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
         while len(text) < len(PROMPT) + NUM_NEW and text[-1] not in ends:
             text.append(int(model(torch.tensor([text])).logits[0, -1, :TOKENIZER_SIZE].argmax()))
     assert alone(pair, "fp32") == text[len(PROMPT) :]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_say_forty_tokens_as_transformers_do(pairs: Callable[[str], Pair], name: str, length: int) -> None:
+    """Drafts and retrieval there, tokens that end a text left out here, and a cache there."""
+    pair, prompt = pairs(name), random_tokens(length, seed=11)
+    banned = [*range(TOKENIZER_SIZE - 2, int(str(SHAPES["vocab_size"])))]
+    theirs = random_tiny(name, **fields_of(name)).generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, suppress_tokens=banned,
+        eos_token_id=None,
+    )[0, length:].tolist()  # fmt: skip
+    greedy = replace(GREEDY, logit_bias=tuple((token, -math.inf) for token in banned[:2]))
+    with engine_of(pair, DRAFTED, prompt_tokens=CONTEXT, dtype="fp32") as engine:
+        steps = engine.generate(GenerationRequest(prompt, greedy, max_tokens=40))
+        assert [token for step in steps for token in step.tokens] == theirs
+    assert (len(theirs), len({*theirs}) > 5) == (40, True)
 
 
 @pytest.mark.usefixtures("forked_here")

@@ -6,7 +6,27 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from offload.config.families.windows import FULL, WINDOWED
-from offload.config.gguf_experts import EXPERTS, GLM4MOE, GPT_OSS, QWEN35MOE, glm4moe, gpt_oss, qwen3moe, qwen35moe
+from offload.config.gguf_experts import (
+    ERNIE_MOE,
+    EXAONE_MOE,
+    EXPERTS,
+    GLM4MOE,
+    GPT_OSS,
+    HUNYUAN_MOE,
+    MINIMAX_M2,
+    QWEN2MOE,
+    QWEN35MOE,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4moe,
+    gpt_oss,
+    hunyuan_moe,
+    minimax_m2,
+    olmoe,
+    qwen2moe,
+    qwen3moe,
+    qwen35moe,
+)
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
@@ -178,5 +198,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35moe": Architecture("qwen3_5_moe_text", qwen35moe, has_one=True, tiled=True, reads=QWEN35MOE),
     "gpt-oss": Architecture("gpt_oss", gpt_oss, reads=GPT_OSS),
     "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE),
+    "minimax-m2": Architecture("minimax_m2", minimax_m2, reads=MINIMAX_M2),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", ernie4_5_moe, reads=ERNIE_MOE),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", hunyuan_moe, reads=HUNYUAN_MOE),
+    "exaone-moe": Architecture("exaone_moe", exaone_moe, reads=EXAONE_MOE),
+    "olmoe": Architecture("olmoe", olmoe, reads=EXPERTS - {"expert_feed_forward_length"}),
+    "qwen2moe": Architecture("qwen2_moe", qwen2moe, reads=QWEN2MOE),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

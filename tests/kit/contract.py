@@ -153,6 +153,9 @@ FILES: dict[str, dict[str, object]] = {
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
     },
     "glm4_moe": {**WIDE, **EXPERTS},
+    "minimax_m2": WIDE,
+    "ernie4_5_moe": {**WIDE, **EXPERTS},
+    "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
@@ -169,6 +172,7 @@ KINDS_OF = {
     "gpt_oss": ("Q8_0", "Q4_K experts", "MXFP4 experts"),
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
+    **dict.fromkeys(("minimax_m2", "ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }
 

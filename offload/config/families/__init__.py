@@ -7,7 +7,9 @@ from offload.config.families import (
     cohere,
     cohere2,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
+    exaone_moe,
     gemma,
     gemma2,
     gemma3,
@@ -18,6 +20,7 @@ from offload.config.families import (
     granite,
     hunyuan,
     llama,
+    minimax_m2,
     ministral3,
     mistral,
     muse_glimmer,
@@ -25,13 +28,16 @@ from offload.config.families import (
     olmo2,
     olmo3,
     olmo_hybrid,
+    olmoe,
     phi3,
     qwen,
+    qwen2_moe,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     seed_oss,
     smollm3,
+    solar_open,
     starcoder2,
     wrappers,
 )  # fmt: skip
@@ -39,9 +45,10 @@ from offload.config.families.common import Family as Family
 from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
-    llama, mistral, qwen, qwen3_moe, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5, smollm3, hunyuan, phi3,
-    glm, glm4_moe, olmo2, olmo3, olmo_hybrid, cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4,
-    ministral3, starcoder2, muse_glimmer,
+    llama, mistral, qwen, qwen2_moe, qwen3_moe, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5,
+    ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
+    cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4, exaone_moe, ministral3, starcoder2,
+    muse_glimmer,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -52,7 +52,7 @@ SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
 IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
-MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe")
+MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -157,6 +157,9 @@ def text(**fields: object) -> dict[str, object]:
         (TINY["hunyuan_v1_moe"].config() | {"moe_intermediate_size": 24}, "moe_intermediate_size is 24; it must be 16"),
         (TINY["exaone_moe"].config() | {"is_moe_layer": [True] * 4}, "is_moe_layer is [true, true, true, true]"),
         (TINY["exaone_moe"].config() | {"mlp_layer_types": ["sparse"]}, 'mlp_layer_types is ["sparse"]'),
+        (TINY["hunyuan_v1_moe"].config() | {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0"),
+        (TINY["afmoe"].config() | {"num_expert_groups": 4}, "num_expert_groups is 4"),
+        (TINY["afmoe"].config() | {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
         (TINY["olmoe"].config() | {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         (TINY["qwen2_moe"].config() | {"use_sliding_window": True}, "use_sliding_window is true"),
         (TINY["glm4_moe"].config() | {"n_shared_experts": 0}, "n_shared_experts is 0"),
@@ -509,7 +512,8 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
     ):
         return config.experts is not None and config.experts.needs_softmax
     if flag == "averaged":
-        return any(each.experts and each.feed_forward.size and not each.joins_normed for each in config.blocks)
+        sums = [each for each in config.blocks if each.experts and each.feed_forward.size]
+        return any(not (each.joins_normed or each.after_feed_forward) for each in sums)
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
     if flag in ("scoring", "score_scale", "bias of ranks", "eps before_router") and one_of_all:
         return False  # its weight is 1, and the order of scores is the same

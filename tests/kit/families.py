@@ -309,6 +309,15 @@ TINY: dict[str, Tiny] = {
         routed_scaling_factor=1.5, num_key_value_heads=1, tie_word_embeddings=True,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     ),
+    "afmoe": _with(
+        "afmoe", **EXPERTS, num_hidden_layers=5, sliding_window=9, num_shared_experts=1, route_scale=2.5,
+        mup_enabled=True,
+    ),
+    "afmoe, named": _with(
+        "afmoe", **EXPERTS | {"num_experts_per_tok": 1}, num_hidden_layers=3, sliding_window=14, num_shared_experts=2,
+        num_dense_layers=0, num_key_value_heads=1, tie_word_embeddings=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
     "olmoe": _with("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=16, head_dim=...),
     "olmoe, renormalised": _with(
         "olmoe", num_experts=5, num_experts_per_tok=2, intermediate_size=32, head_dim=..., norm_topk_prob=True,

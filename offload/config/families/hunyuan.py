@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, with_rope
-from offload.config.families.experts import READS, read_experts, with_experts
+from offload.config.families.experts import FACTOR, READS, read_experts, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
@@ -29,6 +29,8 @@ def describe_moe(source: Fields) -> ModelConfig:
     """transformers gives experts and network `intermediate_size` inner rows, and reads neither list of sizes."""
     config = _described(source, "hunyuan_v1_moe", replace(_DEFAULTS, derives_head_dim=True))
     size = config.intermediate_size
+    if source.data.get(FACTOR) and source.number(FACTOR) != 1:
+        source.refuse(FACTOR, "absent or 1.0: transformers reads none")
     for key, wanted in ((_SIZE, size), (_SHARED, 1)):
         if source.data.get(key) is not None and _of_all_layers(source, key, config.num_layers) != wanted:
             source.refuse(key, f"{wanted} in all layers")
@@ -85,6 +87,6 @@ FAMILIES = (
         "hunyuan_v1_moe",
         "Hunyuan A13B: mixture of experts",
         describe_moe,
-        READS | {*_SWITCHES, _USED, _SHARED, "use_mixed_mlp_moe"},
+        READS | {*_SWITCHES, _USED, _SHARED, FACTOR, "use_mixed_mlp_moe"},
     ),
 )

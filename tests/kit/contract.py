@@ -172,7 +172,8 @@ KINDS_OF = {
     "gpt_oss": ("Q8_0", "Q4_K experts", "MXFP4 experts"),
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
-    **dict.fromkeys(("minimax_m2", "ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
+    "minimax_m2": ("Q8_0",),
+    **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }
 

@@ -163,6 +163,20 @@ def test_among_equal_scores_kernels_choose_as_the_twin(name: str, kind: str, dty
 
 
 @pytest.mark.parametrize("name", EXECUTORS)
+def test_what_is_rounded_to_the_dtype_is_equal_there(name: str) -> None:
+    """Scores that differ by less than bf16 has, and ones of which sigmoids do; of equal ones the first are chosen."""
+    last, first = [[11, 10, 9, 8]], [[0, 1, 2, 3]]
+    near, far = (1 + torch.arange(COUNT) / 4096, 8 + torch.arange(COUNT) / 16)
+    for rounded, scores, expected in (
+        ("none", near, last), ("scores", near, first), ("scores", far, last), ("shares", far, first)
+    ):  # fmt: skip
+        experts, homes = replace(PLAIN, scoring="sigmoid", rounded=rounded), homes_of(torch.bfloat16)
+        matrix = torch.zeros(COUNT, HIDDEN).index_copy(1, torch.tensor([0]), scores[:, None])
+        made_by(name, Mixture(experts, Router(matrix)), homes, torch.eye(HIDDEN)[:1].bfloat16())
+        assert homes.asked[0].tolist() == expected
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
 def test_sigmoids_of_any_score_are_numbers(name: str) -> None:
     """Of scores of -60 the sum is below 1e-20, which keeps weights small; of 100 it is 1, and e^100 is no number."""
     experts, homes = replace(GLM, bias="none"), homes_of(torch.float32, alike=True)

@@ -43,6 +43,19 @@ WAYS = [("Q4_0", "Q8_0", "INT4_F16/32"), ("", "MXFP4", ""), ("Q8_0", "Q8_0", "")
 ROUTERS = {
     "softmax": SMALL,
     "sigmoids with a correction": Experts(FeedForward(24), 6, 2, scoring="sigmoid", bias="ranks", factor=2.5),
+    "sigmoids in groups": Experts(
+        FeedForward(24), 12, 3, scoring="sigmoid", bias="ranks", groups=3, groups_used=2, eps=0.5
+    ),
+    "a softmax in groups": Experts(FeedForward(24), 12, 3, renormalised=False, groups=4, groups_used=2, group_best=1),
+    "a softmax with a correction": Experts(FeedForward(24), 5, 2, bias="ranks", eps=0.3, floored=True),
+    "a softmax with a correction as it is": Experts(FeedForward(24), 5, 2, bias="ranks", renormalised=False),
+    "a softmax in the dtype": Experts(FeedForward(24), 6, 2, rounded="shares", groups=2),
+    "sigmoids of rounded scores, a factor of the sum": Experts(
+        FeedForward(24), 5, 2, scoring="sigmoid", rounded="scores", eps=0.0, factor=2.3, scales_sum=True
+    ),
+    "sigmoids in the dtype after the top, averaged": Experts(
+        FeedForward(24), 5, 2, scoring="sigmoid", rounded="shares", ranks_scores=True, renormalised=False, averaged=True
+    ),
     "sigmoids as they are": Experts(FeedForward(24), 6, 3, renormalised=False, scoring="sigmoid"),
     "biases, clamped gates": Experts(FeedForward(24, "clamped_silu", bias=True), 5, 2, bias="scores"),
     "factors, scaled scores, a norm of its own": Experts(FeedForward(24), 5, 2, score_scale=0.3, scaled=True),
@@ -310,7 +323,8 @@ def is_as_by_torch(experts: Experts) -> bool:
         1 + normal(experts.count) / 4 if experts.scaled else None,
         NormWeights(Norm(1e-5), (1 + normal(given.rows.shape[1]) / 4).half()) if experts.scaled else None,
     )
-    beside = normal(9, 2 * given.rows.shape[1]).half()[:, : given.rows.shape[1]] if experts.gates_network else None
+    adds = experts.gates_network or experts.averaged
+    beside = normal(9, 2 * given.rows.shape[1]).half()[:, : given.rows.shape[1]] if adds else None
     own, real = replace(given, router=router), torch.arange(9) % 3 != 1
     padded = own.by(run_experts, beside=beside, real=real)
     found, _ = choose(experts, router, score(experts, router, given.rows), real)
@@ -321,9 +335,33 @@ def is_as_by_torch(experts: Experts) -> bool:
     return is_near(own.by(run_experts, beside=beside), own.by(by_torch, beside=beside).double())
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_among_equal_scores_every_router_chooses_as_torchs_operators_do(name: str, dtype: torch.dtype) -> None:
+    assert breaks_ties_as_torch(ROUTERS[name], dtype)
+
+
+def breaks_ties_as_torch(experts: Experts, dtype: torch.dtype) -> bool:
+    """Also those of groups, and of scores or shares that are equal in the dtype alone. Biases are equal where scores
+    are, so sums of a group's best are equal, too, or clearly not."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = torch.randint(0, 3, (experts.num_scores,), generator=generator)
+    scores = torch.tensor([[a, b, c] for a in (0.0, 1.0, 40.0) for b in (0.0, -2.0, 1.0005) for c in (41.0, 1.0)])
+    scores, bias = scores[:, kinds], torch.tensor([0.3, 0.0, 0.2])[kinds[: experts.count]]
+    given = None if experts.bias == "none" else bias
+    router = Router(torch.empty(0), given, torch.ones(experts.count))
+    found, weights = choose(experts, router, scores, like=torch.empty(0, dtype=dtype))
+    wanted, shares = twin.chosen(experts, scores[:, : experts.count], given, dtype=dtype)
+    return found.tolist() == wanted.tolist() and torch.allclose(weights, shares, rtol=1e-5)
+
+
 def chosen_by(experts: Experts, matrix: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     router = Router(matrix)
     return choose(experts, router, score(experts, router, rows))
+
+
+ONES = {"SUM_FACTOR": 1.0, "BOTH_FACTOR": 1.0}
 
 
 def in_order(numbers: list[float]) -> float:
@@ -331,7 +369,15 @@ def in_order(numbers: list[float]) -> float:
     made, out = torch.tensor(numbers).bfloat16()[:, None], torch.zeros(1, 1, dtype=torch.bfloat16)
     ones, used = torch.ones(1, len(numbers)), len(numbers)
     sizes, chosen = {"EXPERTS": 1, "SCORES": 1, "USED": used, "COLUMNS": 16}, torch.zeros(1, used, dtype=torch.int32)
-    launch(by_triton.sum_pairs, (1, 1), (made, chosen, ones, out, ones, out, 1, 0), ADDS=False, **sizes, num_warps=1)
+    launch(
+        by_triton.sum_pairs,
+        (1, 1),
+        (made, chosen, ones, out, ones, out, 1, 0),
+        ADDS=False,
+        **sizes,
+        **ONES,
+        num_warps=1,
+    )
     return float(out)
 
 
@@ -361,8 +407,8 @@ MUTANTS = {
     "of equal scores the last expert": ("choose_experts", "tl.min(tl.where(left & (rank == most), expert, PADDED), 0)",
                                         "tl.max(tl.where(left & (rank == most), expert, -1), 0)"),
     "an expert is chosen twice": ("choose_experts", "left & (expert != first)", "left & (expert != first - 1)"),
-    "a softmax over all": ("choose_experts", "if not RENORMALISED", "if True"),
-    "a softmax over those in use": ("choose_experts", "if not RENORMALISED", "if False"),
+    "a softmax over all": ("choose_experts", "elif not RENORMALISED", "elif True"),
+    "a softmax over those in use": ("choose_experts", "elif not RENORMALISED", "elif False"),
     "later blocks of pairs take the first one's lines": ("arrange_pairs", "line += tl.sum", "line += 0 * tl.sum"),
     "experts share a tile": ("arrange_pairs", "(count + ROWS - 1) // ROWS", "(count + ROWS - 2) // ROWS"),
     "a line without a pair has an old one": ("arrange_pairs", "rest = line + ", "rest = line + 1 + "),
@@ -371,7 +417,22 @@ MUTANTS = {
     "outputs are added up from the last one": ("sum_pairs", "USED + place", "USED + USED - 1 - place"),
     "the correction counts for no rank": ("choose_experts", "    if CORRECTED:\n", "    if False:\n"),
     "a bias counts for the weights alone": ("choose_experts", "    if BIASED:\n", "    if False:\n"),
-    "sigmoids are not renormalised": ("choose_experts", "total + LEAST if RENORMALISED else 1.0", "1.0"),
+    "sigmoids are not renormalised": ("choose_experts", "        if not RENORMALISED:\n", "        if True:\n"),
+    "nothing is added to a sum": ("choose_experts", "total += EPS", "total += 0.0"),
+    "a sum is as small as it is": ("choose_experts", "tl.maximum(total, EPS)", "total"),
+    "a softmax is not divided before it ranks": ("choose_experts", "power / tl.sum(power, 0)", "power"),
+    "scores are not rounded": ("choose_experts", "    if ROUNDS_SCORES:\n", "    if False:\n"),
+    "shares are not rounded": ("choose_experts", "    if ROUNDS_SHARES:\n", "    if False:\n"),
+    "shares are ranked": ("choose_experts", " and not RANKS_SCORES", ""),
+    "scores are ranked": ("choose_experts", "(SIGMOID or SOFTMAX) and", "SIGMOID and"),
+    "all groups are open": ("choose_experts", "    if GROUPS > 1:\n", "    if False:\n"),
+    "of equal groups the last": ("_opened", "tl.min(tl.where(left & (sums == most), group, PADDED), 0)",
+                                 "tl.max(tl.where(left & (sums == most), group, -1), 0)"),
+    "one group is open": ("_opened", "opened | (expert", "(expert"),
+    "a group's best alone": ("_opened", "    if BEST == 2:\n", "    if False:\n" ),
+    "a group's best two": ("_opened", "if BEST == 2:", "if True:" ),
+    "no factor of the sum": ("sum_pairs", " * SUM_FACTOR", ""),
+    "no mean": ("sum_pairs", " * BOTH_FACTOR", ""),
     "no factor of an expert": ("choose_experts", "    if SCALED:\n", "    if False:\n"),
     "no factor of all": ("choose_experts", "share / total * factor", "share / total"),
     "scores are not scaled": ("score_rows", "tl.sum(total, 2) * factor", "tl.sum(total, 2)"),
@@ -449,4 +510,6 @@ def sees_no_fault() -> bool:
     router[2, 0] = 1.0
     if chosen_by(SMALL, router, torch.ones(1, 1100).half())[0].tolist() != [[2, 0]]:
         return False
-    return all(map(is_as_by_torch, ROUTERS.values()))
+    return all(map(is_as_by_torch, ROUTERS.values())) and all(
+        breaks_ties_as_torch(each, torch.float16) for each in ROUTERS.values()
+    )

@@ -39,7 +39,7 @@ from test_experts import Scene, scene
 NUM_LAYERS = 24
 GPU = Hardware("cuda:0", "GPU", 8 * 10**9, 256 * 10**9, True)
 WEIGHTS = frozenset({"weights"})
-MODELS = ["qwen3_moe", "glm4_moe", "gpt_oss", "gemma4, sparse", "qwen3_5_moe"]
+MODELS = ["qwen3_moe", "glm4_moe", "gpt_oss", "gemma4, sparse", "qwen3_5_moe", "minimax_m2", "ernie4_5_moe"]
 
 
 def mixture(*encodings: str) -> ModelConfig:

@@ -54,6 +54,7 @@ SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
 IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
+MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -142,8 +143,27 @@ def text(**fields: object) -> dict[str, object]:
             "short_factor is [1.0]",
         ),
         (TINY["glm"].config() | {"head_dim": None}, "head_dim is null"),
-        (TINY["glm4_moe"].config() | {"n_group": 2}, "n_group is 2; it must be 1: experts in groups"),
-        (TINY["glm4_moe"].config() | {"topk_group": 4}, "topk_group is 4; it must be 1"),
+        (TINY["glm4_moe"].config() | {"n_group": 3}, "n_group is 3; it must be a divisor of the number of experts, 8"),
+        (TINY["glm4_moe"].config() | {"n_group": 8}, "n_group is 8; it must be a divisor of"),
+        (
+            TINY["glm4_moe"].config() | {"n_group": 4},
+            "topk_group is missing; it must be groups that have the 3 experts",
+        ),
+        (TINY["glm4_moe"].config() | {"topk_group": 4}, "topk_group is 4; it must be"),
+        (TINY["minimax_m2"].config() | {"qk_norm_type": "per_head"}, 'qk_norm_type is "per_head"'),
+        (TINY["minimax_m2"].config() | {"use_qk_norm": False}, "use_qk_norm is false"),
+        (TINY["ernie4_5_moe"].config() | {"use_bias": True}, "use_bias is true; it must be false in ernie4_5_moe"),
+        (TINY["ernie4_5_moe"].config() | {"moe_num_experts": [8, 8]}, "moe_num_experts is [8, 8]"),
+        (TINY["hunyuan_v1_moe"].config() | {"moe_topk": [3, 2]}, "moe_topk is [3, 2]; it must be a number, or a list"),
+        (TINY["hunyuan_v1_moe"].config() | {"num_shared_expert": [2, 2]}, "num_shared_expert is [2, 2]; it must be 1"),
+        (TINY["hunyuan_v1_moe"].config() | {"moe_intermediate_size": 24}, "moe_intermediate_size is 24; it must be 16"),
+        (TINY["exaone_moe"].config() | {"is_moe_layer": [True] * 4}, "is_moe_layer is [true, true, true, true]"),
+        (TINY["exaone_moe"].config() | {"mlp_layer_types": ["sparse"]}, 'mlp_layer_types is ["sparse"]'),
+        (TINY["hunyuan_v1_moe"].config() | {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0"),
+        (TINY["afmoe"].config() | {"num_expert_groups": 4}, "num_expert_groups is 4"),
+        (TINY["afmoe"].config() | {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
+        (TINY["olmoe"].config() | {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        (TINY["qwen2_moe"].config() | {"use_sliding_window": True}, "use_sliding_window is true"),
         (TINY["glm4_moe"].config() | {"n_shared_experts": 0}, "n_shared_experts is 0"),
         (TINY["glm4_moe"].config() | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
         (
@@ -250,6 +270,17 @@ def test_a_next_token_head_of_several_layers_is_left_alone(
     other = _with_tensors(save_tiny(name, tmp_path / "other"), **{"model.layers.4.eh_proj.weight": torch.ones(2, 2)})
     with pytest.raises(ModelError, match=r"1 unexpected \(model.layers.4.eh_proj.weight\)"):
         load(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"), ("exaone_moe", "mtp.layers.0.mlp.gate.weight")],
+)
+def test_a_next_token_head_that_is_not_supported_is_left_alone(tmp_path: Path, name: str, part: str) -> None:
+    folder, tokens = _with_tensors(save_tiny(name, tmp_path), **{part: torch.ones(2, 2)}), random_tokens(9)
+    decoder = load(folder)
+    ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
+    assert_same_logits(ours, reference(name, tokens))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "glm4_moe"])
@@ -500,6 +531,13 @@ FLAGS: dict[str, Change] = {
     "bias of scores": _experts(bias=lambda own: "none" if own.bias == "scores" else "scores"),
     "bias of ranks": _experts(bias=lambda own: "none" if own.bias == "ranks" else "ranks"),
     "gates_network": _experts(gates_network=lambda own: not own.gates_network),
+    "groups": _experts(groups=lambda own: 1),
+    "groups_used": _experts(groups_used=lambda own: own.groups if own.groups > 1 else 1),
+    "group_best": _experts(group_best=lambda own: 1 if own.groups > 1 else own.group_best),
+    "experts.eps": _experts(eps=lambda own: 0.5),
+    "floored": _experts(floored=lambda own: not own.floored, eps=lambda own: 5.0),
+    "scales_sum": _experts(factor=lambda own: 2 * own.factor, scales_sum=lambda own: not own.scales_sum),
+    "averaged": _experts(averaged=lambda own: not own.averaged),
     "without the network beside experts": _block(
         feed_forward=lambda block: replace(block.feed_forward, size=0) if block.experts else block.feed_forward
     ),
@@ -536,8 +574,15 @@ def test_every_flag_of_a_description_counts(
 def _would_count(flag: str, config: ModelConfig) -> bool:
     if flag == "eps before_attention" and config.block.attention.v_norm:
         return False  # it only scales what is normed again
-    if flag in ("experts.factor", "renormalised") and config.block.after_experts:
+    if flag in ("experts.factor", "renormalised", "scales_sum") and config.block.after_experts:
         return False  # as this does
+    if flag in ("experts.eps", "floored") and not (
+        config.experts and config.experts.renormalised and config.experts.scoring == "sigmoid"
+    ):
+        return config.experts is not None and config.experts.needs_softmax
+    if flag == "averaged":
+        sums = [each for each in config.blocks if each.experts and each.feed_forward.size]
+        return any(not (each.joins_normed or each.after_feed_forward) for each in sums)
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
     if flag in ("scoring", "score_scale", "bias of ranks", "eps before_router") and one_of_all:
         return False  # its weight is 1, and the order of scores is the same
@@ -619,20 +664,23 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
     assert alone(pair, "fp32") == text[len(PROMPT) :]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-@pytest.mark.parametrize("name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING)])
-def test_forty_tokens_after_a_prompt_about_a_block_of_the_delta_rule_are_those_of_transformers(
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES]
+)
+def test_forty_tokens_after_prompts_about_a_block_are_those_of_transformers(
     pairs: Callable[[str], Pair], name: str, length: int
 ) -> None:
     """With a cache there, and of a model that sees pictures the whole of it, with its own positions in sections."""
     pair, prompt = pairs(name), random_tokens(length, seed=11)
     banned = [*range(EOS, SHAPES["vocab_size"])]
     theirs = random_tiny(name, **fields_of(name)).generate(
-        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, suppress_tokens=banned
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0, suppress_tokens=banned,
+        eos_token_id=None,
     )[0, length:].tolist()  # fmt: skip
     greedy = replace(GREEDY, logit_bias=((EOS, -math.inf),))
-    with engine_of(pair, replace(DRAFTED, draft_gamma=0), prompt_tokens=CONTEXT, dtype="fp32") as engine:
+    with engine_of(pair, DRAFTED, prompt_tokens=CONTEXT, dtype="fp32") as engine:
         steps = engine.generate(GenerationRequest(prompt, greedy, max_tokens=40))
         assert [token for step in steps for token in step.tokens] == theirs
     assert len(theirs) == 40

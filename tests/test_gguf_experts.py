@@ -47,6 +47,33 @@ def test_gates_and_ups_in_one_tensor_are_those_of_two(tmp_path: Path, name: str,
     assert torch.equal(logits(apart), logits(fused))
 
 
+@pytest.mark.parametrize("name", ["solar_open", "solar_open, groups"])
+def test_a_file_of_solar_open_is_one_of_glm(tmp_path: Path, name: str) -> None:
+    """As llama.cpp's converter writes it."""
+    path = made(name, tmp_path)
+    assert read_config(path).family == "glm4_moe"
+    assert torch.equal(logits(path), logits(tmp_path / "folder"))
+
+
+def test_a_next_token_head_of_k_exaone_is_left_alone(tmp_path: Path) -> None:
+    folder, path = save_tiny("exaone_moe", tmp_path / "folder"), tmp_path / "model.gguf"
+    count = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key, value in (("block_count", count + 1), ("nextn_predict_layers", 1)):
+            writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
+            writer.add_uint32(f"{writer.arch}.{key}", value)
+        for part in ("attn_q", "ffn_gate_inp", "ffn_up_exps", "nextn.eh_proj", "nextn.shared_head_norm"):
+            writer.add_tensor(f"blk.{count}.{part}.weight", np.ones((2, 4), np.float32))
+
+    write_gguf(folder, path, change=change)
+    found = read_config(path)
+    assert (found.num_layers, found.next_token) == (count, None)
+    with Checkpoint.open(path) as checkpoint:
+        check_model(checkpoint, found)
+    assert torch.equal(logits(path), logits(folder))
+
+
 def test_gates_and_ups_in_one_tensor_and_in_two_are_refused(tmp_path: Path) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         for part in ("gate", "up"):
@@ -152,11 +179,15 @@ def put(key: str, value: float | bool) -> Change:
     ("name", "key", "value", "said"),
     [
         ("glm4_moe", "expert_gating_func", 1, "is 1; it must be absent, 0 or 2: only sigmoids of the experts' scores"),
-        ("glm4_moe", "expert_group_count", 8, "is 8; it must be absent, 0 or 1: experts in groups are not implemented"),
-        ("glm4_moe", "expert_group_used_count", 4, "is 4; it must be absent, 0 or 1: experts in groups"),
         ("glm4_moe", "expert_shared_count", 0, "is 0; it must be a whole number from 1"),
         ("glm4_moe", "expert_weights_scale", -1.0, "is -1.0; it must be"),
         ("glm4_moe", "expert_shared_feed_forward_length", 16, "is 16; it must be absent or 0: it changes"),
+        ("minimax_m2", "expert_gating_func", 1, "is 1; it must be absent, 0 or 2: only sigmoids"),
+        ("ernie4_5_moe", "expert_gating_func", 2, "is 2; it must be absent, 0 or 1: only a softmax"),
+        ("hunyuan_v1_moe", "expert_shared_count", 2, "is 2; it must be 1: one network as large as an expert"),
+        ("hunyuan_v1_moe", "expert_shared_feed_forward_length", 32, "is 32; it must be 16: one network"),
+        ("olmoe", "expert_feed_forward_length", 32, "is 32; it must be absent or 0"),
+        ("qwen2_moe", "expert_weights_norm", True, "is true; it must be absent or 0"),
         ("gpt_oss", "expert_gating_func", 2, "is 2; it must be absent or 0: it changes the arithmetic"),
         ("gpt_oss", "expert_weights_scale", 2.0, "is 2.0; it must be absent or 0"),
         ("gpt_oss", "rope.freq_base_swa", 100.0, "is 100.0; it must be absent or rope.freq_base, 500.0"),

@@ -42,12 +42,14 @@ from test_parity import in_prefill
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
 
 # Not said in a file, and so not read of one: a window of Mistral's, Qwen's and SmolLM3's that llama.cpp has not, layers
-# with a window in an order of their own, a scale that follows from no size.
+# with a window in an order of their own, a scale that follows from no size, Solar Open's own name.
 UNSAID = (
     "mistral, a window", "qwen2, windows", "qwen3, windows named", "smollm3, windows", "smollm3, listed",
     "cohere2, other windows", "gemma2, without caps", "starcoder2, a window", "ministral3, a window",
     "gemma, biased and untied", "hunyuan, stretched", "cohere, biased and untied", "qwen3_moe, some dense",
     "qwen3_next, not renormalised",
+    "ernie4_5_moe, some dense", "hunyuan_v1_moe, stretched", "exaone_moe, groups", "olmoe, renormalised",
+    "qwen2_moe, some dense", "solar_open", "solar_open, groups",
 )  # fmt: skip
 SCALED: dict[str, dict[str, object]] = {
     name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")

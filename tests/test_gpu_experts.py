@@ -105,9 +105,10 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     padded, padded_more, padded_used = (1 << (each - 1).bit_length() for each in (count, count + 1, used))
     shape = {
         "EXPERTS": count, "SCORES": count + 1, "USED": used, "SIGMOID": count > 100, "RENORMALISED": True,
-        "BIASED": count == 32, "CORRECTED": count > 100, "SCALED": count == 8, "PADS": count > 8, "LEAST": 1e-20,
-        "PADDED": padded,
-        "USED_PADDED": padded_used,
+        "BIASED": count == 32, "CORRECTED": count > 100, "SCALED": count == 8, "PADS": count > 8, "EPS": 1e-20,
+        "SOFTMAX": count == 8, "RANKS_SCORES": count == 32, "GROUPS": 4 if count > 100 else 1, "GROUPS_USED": 2,
+        "GROUP_BEST": 2, "FLOORED": count == 8, "ROUNDS_SCORES": True, "ROUNDS_SHARES": count != 512,
+        "PADDED": padded, "GROUPS_PADDED": 4 if count > 100 else 1, "USED_PADDED": padded_used,
     }  # fmt: skip
     vectors = dict.fromkeys(("scores", "bias", "scale", "weights"), "*fp32")
     scored = compiled(
@@ -118,7 +119,7 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     chosen = compiled(
         programs.choose_experts,
         capability,
-        {**vectors, "real": "*i1", "chosen": "*i32", "factor": "fp32"},
+        {**vectors, "real": "*i1", "like": "*bf16", "chosen": "*i32", "factor": "fp32"},
         shape,
         warps=1,
     )
@@ -129,7 +130,8 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     summed = compiled(
         programs.sum_pairs, capability,
         {"made": "*bf16", "chosen": "*i32", "weights": "*fp32", "beside": "*bf16", "scores": "*fp32", "out": "*bf16"},
-        {"EXPERTS": count, "SCORES": count + 1, "USED": used, "ADDS": True, "COLUMNS": COLUMNS},
+        {"EXPERTS": count, "SCORES": count + 1, "USED": used, "ADDS": True, "COLUMNS": COLUMNS,
+         "SUM_FACTOR": 2.5, "BOTH_FACTOR": 0.5},
         divisible=("num_outputs", "stride"),
     )  # fmt: skip
     assert [each.spilled_bytes for each in (scored, chosen, arranged, summed)] == [0] * 4

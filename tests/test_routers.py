@@ -10,29 +10,42 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import Glm4MoeConfig
+from transformers import Cohere2MoeConfig, Ernie4_5_MoeConfig, Glm4MoeConfig, MiniMaxM2Config
+from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoeTopKRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
 from kit.processor import built, on_this_machine, threads
-from offload.config.block import Experts, FeedForward, Norm
+from offload.config.block import Experts, FeedForward, Norm, Scoring
 from offload.kernels import experts_cpu
 from offload.kernels.experts import Bank, ExpertWeights, Mixture, Router, chosen, run_experts
 from offload.kernels.norms import NormWeights
 
-COUNT, USED, HIDDEN, SIZE, ROWS = 11, 4, 64, 32, 37
+COUNT, USED, HIDDEN, SIZE, ROWS = 12, 4, 64, 32, 37
 PLAIN = Experts(FeedForward(SIZE), COUNT, USED)
 GLM = replace(PLAIN, scoring="sigmoid", bias="ranks")
 KINDS: dict[str, Experts] = {
     "softmax": PLAIN,
     "softmax over all": replace(PLAIN, renormalised=False),
-    "softmax with a bias": replace(PLAIN, bias="ranks"),
+    "softmax with a bias": replace(PLAIN, bias="ranks", eps=0.2, floored=True),
+    "softmax with a bias, not renormalised": replace(PLAIN, bias="ranks", renormalised=False),
+    "softmax in groups": replace(PLAIN, renormalised=False, groups=4, groups_used=2, group_best=1, factor=2.0),
+    "softmax in the dtype": replace(PLAIN, rounded="shares", groups=3, groups_used=2),
     "sigmoid": replace(PLAIN, scoring="sigmoid"),
     "sigmoid with a bias": replace(GLM, factor=2.5),
     "sigmoid, not renormalised": replace(GLM, renormalised=False),
+    "sigmoid in groups": replace(GLM, groups=4, groups_used=2, eps=0.5),
+    "sigmoid of rounded scores, a factor of the sum": replace(
+        GLM, rounded="scores", eps=0.0, factor=2.5, scales_sum=True
+    ),
+    "sigmoid in the dtype after the top, averaged": replace(
+        PLAIN, scoring="sigmoid", rounded="shares", ranks_scores=True, renormalised=False, averaged=True
+    ),
     "scaled": replace(PLAIN, scaled=True, score_scale=0.3),
     "one of them": replace(GLM, used=1, factor=0.5),
     "all of them": replace(PLAIN, used=COUNT, scaled=True),
@@ -117,20 +130,50 @@ def test_kernels_choose_weigh_and_add_as_the_twin(name: str, kind: str, dtype: t
     assert torch.equal(torch.cat(alone), ours)  # whatever is beside a row
 
 
+ALIKE = [0, 1, 0, 2, 1, 0, 2, 2, 1, 0, 0, 1]  # which of three rows an expert's is
+
+
 @pytest.mark.parametrize("kind", ["softmax", "softmax with a bias", "sigmoid with a bias", "all of them"])
 @pytest.mark.parametrize("name", EXECUTORS)
 def test_of_equal_ranks_the_first_expert_is_chosen(name: str, kind: str) -> None:
     """With numbers of few bits, whose sums are exact: torch's products with like rows may differ in their last bits."""
     experts, homes, rows = KINDS[kind], homes_of(torch.float32), in_eighths(random_of(ROWS, HIDDEN))
     few = in_eighths(random_of(3, HIDDEN))
-    matrix = few[torch.tensor([0, 1, 0, 2, 1, 0, 2, 2, 1, 0, 0])]  # alike: 0 2 5 9 10, 1 4 8, 3 6 7
+    matrix = few[torch.tensor(ALIKE)]
     router = Router(matrix, torch.zeros(COUNT) if experts.bias == "ranks" else None, torch.ones(COUNT))
     made_by(name, Mixture(experts, router), homes, rows)
     of_kinds = rows @ few.T
-    groups = [[0, 2, 5, 9, 10], [1, 4, 8], [3, 6, 7]]
+    groups = [[expert for expert in range(COUNT) if ALIKE[expert] == kind] for kind in range(3)]
     for row, found in zip(of_kinds, homes.asked[0].tolist(), strict=True):
         ordered = [expert for group in row.argsort(descending=True) for expert in groups[group]]
         assert found == ordered[: experts.used]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", on_this_machine())
+def test_among_equal_scores_kernels_choose_as_the_twin(name: str, kind: str, dtype: torch.dtype) -> None:
+    experts, homes, rows = KINDS[kind], homes_of(dtype), in_eighths(random_of(ROWS, HIDDEN)).to(dtype)
+    matrix = in_eighths(random_of(4, HIDDEN) / 4)[torch.tensor(ALIKE)]
+    bias = torch.tensor([0.3, 0.0, 0.2])[ALIKE] if experts.bias == "ranks" else None
+    router = Router(torch.cat([matrix, matrix[: experts.gates_network]]), bias, torch.ones(COUNT))
+    for each in (name, "twin"):
+        made_by(each, Mixture(experts, router), homes, rows)
+    assert torch.equal(*homes.asked)
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_what_is_rounded_to_the_dtype_is_equal_there(name: str) -> None:
+    """Scores that differ by less than bf16 has, and ones of which sigmoids do; of equal ones the first are chosen."""
+    last, first = [[11, 10, 9, 8]], [[0, 1, 2, 3]]
+    near, far = (1 + torch.arange(COUNT) / 4096, 8 + torch.arange(COUNT) / 16)
+    for rounded, scores, expected in (
+        ("none", near, last), ("scores", near, first), ("scores", far, last), ("shares", far, first)
+    ):  # fmt: skip
+        experts, homes = replace(PLAIN, scoring="sigmoid", rounded=rounded), homes_of(torch.bfloat16)
+        matrix = torch.zeros(COUNT, HIDDEN).index_copy(1, torch.tensor([0]), scores[:, None])
+        made_by(name, Mixture(experts, Router(matrix)), homes, torch.eye(HIDDEN)[:1].bfloat16())
+        assert homes.asked[0].tolist() == expected
 
 
 @pytest.mark.parametrize("name", EXECUTORS)
@@ -195,6 +238,87 @@ def test_sigmoids_are_those_of_glm(renormalised: bool) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_are_those_of_glm(dtype: torch.dtype) -> None:
+    config = Glm4MoeConfig(
+        hidden_size=HIDDEN, n_routed_experts=COUNT, num_experts_per_tok=USED, n_group=4, topk_group=2
+    )
+    theirs, rows = Glm4MoeTopkRouter(config).to(dtype), random_of(ROWS, HIDDEN).to(dtype)
+    experts = replace(GLM, groups=4, groups_used=2)
+    router = router_of(experts)
+    matrix, bias = router.matrix.to(dtype), random_of(COUNT, seed=1)
+    theirs.weight.copy_(matrix)
+    theirs.e_score_correction_bias = bias
+    _, weights, indices = theirs(rows)
+    ours = chosen(experts, rows.float() @ matrix.float().T, bias, dtype=dtype)
+    torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights.float()))
+    assert not torch.equal(ours[0], chosen(GLM, rows.float() @ matrix.float().T, bias)[0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("least", [1e-12, 0.3])
+def test_softmaxes_with_a_bias_are_those_of_ernie(least: float) -> None:
+    config = Ernie4_5_MoeConfig(hidden_size=HIDDEN, moe_num_experts=COUNT, moe_k=USED, moe_norm_min=least)
+    experts = replace(PLAIN, bias="ranks", eps=least, floored=True)
+    theirs, rows, router = Ernie4_5_MoeTopKRouter(config), random_of(ROWS, HIDDEN), router_of(experts)
+    assert router.bias is not None
+    theirs.weight.copy_(router.matrix)
+    theirs.moe_statics.e_score_correction_bias.copy_(router.bias)
+    _, weights, indices = theirs(rows)
+    ours = chosen(experts, rows @ router.matrix.T, router.bias)
+    torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigmoids_of_rounded_scores_are_those_of_minimax(dtype: torch.dtype) -> None:
+    """Scores of -60, whose sigmoids any number added to the sum would outweigh, among others. Exact ones."""
+    config = MiniMaxM2Config(hidden_size=HIDDEN, num_local_experts=COUNT, num_experts_per_tok=USED)
+    theirs, rows = MiniMaxM2TopKRouter(config).to(dtype), in_eighths(random_of(ROWS, HIDDEN)).to(dtype)
+    rows[:, 0] = torch.eye(ROWS)[0]
+    rows[0, 1:] = 0
+    experts, matrix = replace(GLM, rounded="scores", eps=0.0), in_eighths(random_of(COUNT, HIDDEN, seed=3)).to(dtype)
+    matrix[:, 0] = -60 + torch.arange(COUNT) / 4
+    theirs.weight.copy_(matrix)
+    bias = torch.arange(COUNT) / 8 + 0.3
+    _, weights, indices = theirs(rows, bias)
+    scores = rows.float() @ matrix.float().T
+    ours = chosen(experts, scores, bias, dtype=dtype)
+    torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights))
+    if dtype != torch.float32:
+        assert not torch.equal(ours[1], chosen(replace(experts, rounded="none"), scores, bias, dtype=dtype)[1])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_that_are_ranked_themselves_are_those_of_cohere(dtype: torch.dtype, scoring: Scoring) -> None:
+    """In bf16 sigmoids of different scores are equal."""
+    config = Cohere2MoeConfig(
+        hidden_size=HIDDEN, num_experts=COUNT, num_experts_per_tok=USED, expert_selection_fn=scoring,
+        norm_topk_prob=False,
+    )  # fmt: skip
+    theirs, rows = Cohere2MoeTopKRouter(config).to(dtype), in_eighths(random_of(ROWS, HIDDEN)).to(dtype)
+    experts = replace(
+        PLAIN, scoring=scoring, ranks_scores=True, rounded="shares" if scoring == "sigmoid" else "scores",
+        renormalised=scoring == "softmax",
+    )  # fmt: skip
+    matrix = in_eighths(random_of(COUNT, HIDDEN, seed=3)).to(dtype)
+    theirs.weight.copy_(matrix)
+    _, weights, indices = theirs(rows)
+    scores = rows.float() @ matrix.float().T
+    found, shares = chosen(experts, scores, dtype=dtype)
+    tied = scores.to(dtype).sort(1)[0].diff() == 0  # whose order topk leaves open
+    clear = ~tied.any(1)
+    assert clear.sum() > ROWS // 4
+    torch.testing.assert_close(
+        by_expert(found, shares.to(dtype).float())[clear], by_expert(indices, weights.float())[clear]
+    )
+    if dtype != torch.float32 and scoring == "sigmoid":
+        assert not torch.equal(found, chosen(replace(experts, ranks_scores=False), scores, dtype=dtype)[0])
+
+
+@torch.inference_mode()
 def test_softmaxes_are_those_of_qwen_and_gemma() -> None:
     rows, router = random_of(ROWS, HIDDEN), router_of(replace(PLAIN, scaled=True))
     qwen = Qwen3_5MoeTopKRouter(Qwen3_5MoeTextConfig(hidden_size=HIDDEN, num_experts=COUNT, num_experts_per_tok=USED))
@@ -212,7 +336,7 @@ def test_softmaxes_are_those_of_qwen_and_gemma() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kind", ["softmax", "a gate beside"])
+@pytest.mark.parametrize("kind", ["softmax", "a gate beside", "sigmoid in the dtype after the top, averaged"])
 @pytest.mark.parametrize("name", EXECUTORS)
 def test_what_is_beside_is_gated_and_added_with_a_rounding_each(name: str, kind: str, dtype: torch.dtype) -> None:
     """The gate's score, of two numbers, is the same in any order of the sum."""
@@ -222,7 +346,19 @@ def test_what_is_beside_is_gated_and_added_with_a_rounding_each(name: str, kind:
     made, joined = (made_by(name, Mixture(experts, router), homes, rows, each) for each in (None, beside))
     if experts.gates_network:
         beside = beside * (rows.float() @ router.matrix[COUNT:].T).to(dtype).sigmoid()
-    torch.testing.assert_close(joined, made + beside, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+    expected = (made + beside) / 2 if experts.averaged else made + beside
+    torch.testing.assert_close(joined, expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_a_factor_of_the_sum_multiplies_what_is_rounded(name: str, dtype: torch.dtype) -> None:
+    experts, homes, rows = replace(GLM, factor=2.3, scales_sum=True), homes_of(dtype), random_of(ROWS, HIDDEN).to(dtype)
+    router = router_of(experts)
+    made, plain = (
+        made_by(name, Mixture(each, router), homes, rows) for each in (experts, replace(experts, factor=1.0))
+    )
+    assert torch.equal(made, plain * 2.3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -17,6 +17,8 @@ Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of clamped_silu
 Scoring = Literal["softmax", "sigmoid"]
 RouterBias = Literal["none", "scores", "ranks"]
+Rounded = Literal["none", "scores", "shares"]
+MOST_GROUPS = 64  # of experts
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,16 @@ class Experts:
     ones that its router ranks first, and of equal ones through the first. Its output is the sum of theirs, each times
     its weight.
 
-    A row's scores are products with the router's rows, times `score_scale`; scoring: of the softmax over all scores, or
-    of each one's sigmoid, weights are made. They are divided by the sum of those in use if `renormalised`, multiplied
-    by `factor`, and by the expert's own factor if `scaled`. bias: each expert has a number that is added to its score,
-    or to what it is ranked by (its score, or the sigmoid of it) alone. gates_network: a further score, whose sigmoid
-    multiplies the output of the network beside the experts."""
+    A row's scores are products with the router's rows, times `score_scale`; scoring: an expert's share is the softmax
+    over all scores, or the sigmoid of its own. Experts are ranked by shares, or if `ranks_scores` by scores. bias: each
+    expert has a number that is added to its score, or to its rank alone. groups: of neighbouring experts, of which
+    those with the largest sums of their `group_best` largest ranks, `groups_used`, have the experts in use.
+
+    A weight is a share: divided by the sum of those in use if `renormalised`, to which `eps` is added, or which is
+    `eps` or more if `floored`; multiplied by `factor`, unless that multiplies the sum over experts (`scales_sum`), and
+    by the expert's own factor if `scaled`. The sum of a softmax's largest shares is never small, and has no eps.
+    rounded: scores, or scores and shares, are rounded to the dtype of the rows. gates_network: a further score, whose
+    sigmoid multiplies the output of the network beside the experts. averaged: of both outputs the mean is taken."""
 
     network: FeedForward
     count: int
@@ -192,11 +199,31 @@ class Experts:
     scaled: bool = False
     bias: RouterBias = "none"
     gates_network: bool = False
+    ranks_scores: bool = False
+    groups: int = 1
+    groups_used: int = 1
+    group_best: int = 2
+    eps: float = 1e-20
+    floored: bool = False
+    scales_sum: bool = False
+    rounded: Rounded = "none"
+    averaged: bool = False
 
     @property
     def num_scores(self) -> int:
         """Rows of the router's matrix: the experts' and the gate's."""
         return self.count + self.gates_network
+
+    @property
+    def needs_softmax(self) -> bool:
+        """Whether a softmax is worked out before experts are ranked. Else its exponents rank them as well."""
+        return self.scoring == "softmax" and (self.bias == "ranks" or self.groups > 1 or self.rounded == "shares")
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """The factors of weights, of their sum, and of that plus the output of the network beside the experts."""
+        of_sum = (1.0, self.factor) if self.scales_sum else (self.factor, 1.0)
+        return (*of_sum, 0.5 if self.averaged else 1.0)
 
 
 @dataclass(frozen=True)

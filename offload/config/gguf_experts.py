@@ -14,17 +14,79 @@ _DENSE, _SCORING = "leading_dense_block_count", "expert_gating_func"
 _SCALE, _RENORMALISED = "expert_weights_scale", "expert_weights_norm"
 _GROUPS = ("expert_group_count", "expert_group_used_count")
 _LOCAL_THETA = "rope.freq_base_swa"
-_SIGMOID = 2  # llama.cpp's number of these scores; 0 is the architecture's own
+_STEP = "interleave_moe_layer_step"
+_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of scores; 0 is the architecture's own
 EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
 GPT_OSS = EXPERTS | WINDOWS
 QWEN35MOE = EXPERTS | STATES | {_SHARED_SIZE}
-GLM4MOE = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS, "nextn_predict_layers"}
+_SIGMOIDS = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS}
+GLM4MOE = _SIGMOIDS | {"nextn_predict_layers"}
+EXAONE_MOE = GLM4MOE | WINDOWS | {_SHARED_SIZE}
+MINIMAX_M2 = EXPERTS | {_SCORING}
+ERNIE_MOE = EXPERTS | {_SHARED_COUNT, _SHARED_SIZE, _DENSE, _SCORING, _STEP}
+HUNYUAN_MOE = EXPERTS | {_SHARED_COUNT, _SHARED_SIZE}
+QWEN2MOE = EXPERTS | {_SHARED_SIZE}
 
 
 def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Qwen3's mixtures of experts. Weights are those of the softmax over the experts in use: llama.cpp
     hardcodes that, and the file does not say it."""
     return {**attention_bias(values, common), **experts(values), "norm_topk_prob": True}
+
+
+def qwen2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Qwen2's mixtures of experts. Weights are those of the softmax over all experts: llama.cpp hardcodes
+    that, and the file does not say it."""
+    shared = values.integer(_SHARED_SIZE)
+    return {**experts(values), "qkv_bias": values.has("attn_q.bias"), "shared_expert_intermediate_size": shared}
+
+
+def olmoe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of OLMoE, whose weights are those of the softmax over all experts, as llama.cpp has it."""
+    return {
+        **attention_bias(values, common),
+        "num_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+    }
+
+
+def minimax_m2(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of MiniMax-M2."""
+    _scored(values, _SIGMOID, "sigmoids")
+    own = experts(values)
+    return {**own, "num_local_experts": own["num_experts"], "intermediate_size": own["moe_intermediate_size"]}
+
+
+def ernie4_5_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of ERNIE 4.5's mixtures of experts. The size of the network beside them is that of so many experts."""
+    _scored(values, _SOFTMAX, "a softmax")
+    return {
+        "moe_num_experts": values.integer("expert_count"),
+        "moe_k": values.integer("expert_used_count"),
+        "moe_intermediate_size": values.integer("expert_feed_forward_length"),
+        "moe_num_shared_experts": values.get(_SHARED_COUNT, whole(0, 1 << 12), 0),
+        "moe_layer_start_index": values.get(_DENSE, whole(0), 0),
+        "moe_layer_interval": values.integer(_STEP, default=1),
+    }
+
+
+def hunyuan_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Hunyuan's mixtures of experts."""
+    own = experts(values, used="moe_topk")
+    for key, wanted in ((_SHARED_COUNT, 1), (_SHARED_SIZE, own["moe_intermediate_size"])):
+        if values.integer(key) != wanted:
+            values.refuse(key, f"{wanted}: one network as large as an expert is beside them")
+    return {**attention_bias(values, common), **own, "intermediate_size": own["moe_intermediate_size"]}
+
+
+def exaone_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of K-EXAONE. A next-token head is left alone."""
+    return {
+        **_sigmoids(values),
+        "num_shared_experts": values.integer(_SHARED_COUNT),
+        "sliding_window": values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 4),
+    }
 
 
 def gpt_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -59,23 +121,34 @@ def qwen3next(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of GLM-4.5."""
-    if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, _SIGMOID):
-        values.refuse(_SCORING, f"absent, 0 or {_SIGMOID}: only sigmoids of the experts' scores are implemented")
-    for key in _GROUPS:
-        if values.get(key, whole(0, 1 << 12), 0) > 1:
-            values.refuse(key, "absent, 0 or 1: experts in groups are not implemented")
-    factor = values.optional(_SCALE)
     return {
         **attention_bias(values, common),
-        **experts(values),
+        **_sigmoids(values),
         "n_routed_experts": values.integer("expert_count"),
         "use_qk_norm": values.has("attn_q_norm.weight"),
         "n_shared_experts": values.integer(_SHARED_COUNT),
+        "num_nextn_predict_layers": len(values.head_layers()),
+    }
+
+
+def _sigmoids(values: Metadata) -> Fields:
+    """Fields of a mixture of experts of DeepSeek V3's form, after some dense layers."""
+    _scored(values, _SIGMOID, "sigmoids")
+    factor, (groups, groups_used) = values.optional(_SCALE), (values.get(key, whole(0, 1 << 12), 0) for key in _GROUPS)
+    return {
+        **experts(values),
         "first_k_dense_replace": values.get(_DENSE, whole(0), 0),
         "routed_scaling_factor": 1.0 if factor is None else factor,
         "norm_topk_prob": values.flag(_RENORMALISED, False),
-        "num_nextn_predict_layers": len(values.head_layers()),
+        "n_group": groups or 1,
+        "topk_group": groups_used or 1,
     }
+
+
+def _scored(values: Metadata, kind: int, name: str) -> None:
+    """Refuse scores of another kind than the architecture's."""
+    if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, kind):
+        values.refuse(_SCORING, f"absent, 0 or {kind}: only {name} of the experts' scores are implemented")
 
 
 def experts(values: Metadata, *, used: str = "num_experts_per_tok") -> Fields:

@@ -17,7 +17,6 @@ from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
 Multiply = Callable[[Tensor, Matrix, Tensor | None], Tensor]
-NO_SUM = 1e-20  # that a sum of sigmoids is kept above
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ class RunExperts(Protocol):
     """A mixture of experts over rows [T, hidden], which are not normed yet: their output [T, hidden]. A row's experts
     are chosen in fp32, what each makes of it is rounded to the dtype, and their weighted sum is rounded once, in the
     order in which they were chosen. beside: the output of the network beside them, [T, hidden], of which the rows are
-    multiplied by the sigmoid of their gate, if there is one, and added; each step is rounded. real: which rows are not
+    multiplied by the sigmoid of their gate, if there is one, and added; factors of sums follow (`Experts.factors`);
+    each step is rounded. real: which rows are not
     padding, bool [T]; padding runs through no expert, so that none is fetched or read for it, and its output is any
     number. None: all are."""
 
@@ -124,28 +124,60 @@ class RunExperts(Protocol):
 
 
 def chosen(
-    experts: Experts, scores: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+    experts: Experts,
+    scores: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """The experts of rows with scores [T, experts] fp32, int64 [T, used], the first rank first and the first expert of
-    equal ones; and their weights, fp32 [T, used]. bias, scale: see `Router`.
+    equal ones; and their weights, fp32 [T, used]. bias, scale: see `Router`. dtype: of the rows.
 
     transformers' topk breaks ties in an order of its own.
     """
     if experts.bias == "scores":
         assert bias is not None
         scores, bias = scores + bias, None
-    marks = sigmoid(scores) if experts.scoring == "sigmoid" else scores
-    ranks = marks if bias is None else marks + bias
+    if experts.rounded != "none":
+        scores = scores.to(dtype).float()
+    shares, whole = _shares(experts, scores)
+    if experts.rounded == "shares":
+        shares = shares.to(dtype).float()
+    by_scores = experts.ranks_scores or not (experts.scoring == "sigmoid" or experts.needs_softmax)
+    ranks = scores if by_scores else shares
+    ranks = ranks if bias is None else ranks + bias
+    if experts.groups > 1:
+        ranks = ranks.masked_fill(~_opened(experts, ranks), -torch.inf)
     found = ranks.sort(dim=1, descending=True, stable=True)[1][:, : experts.used]
-    if experts.scoring == "sigmoid":
-        weights = marks.gather(1, found)
-        weights = weights / (weights.sum(1, keepdim=True) + NO_SUM) if experts.renormalised else weights
-    else:
-        powers = (scores - scores.amax(1, keepdim=True)).exp()
-        weights = powers.gather(1, found)
-        weights = weights / (weights if experts.renormalised else powers).sum(1, keepdim=True)
-    weights = weights * experts.factor
+    weights = shares.gather(1, found)
+    total = _divisor(experts, weights.sum(1, keepdim=True)) if experts.renormalised else whole
+    weights = (weights if total is None else weights / total) * experts.factors[0]
     return found, weights if scale is None else weights * scale[found]
+
+
+def _shares(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Shares [T, experts], and what they are still to be divided by, [T, 1], or None."""
+    if experts.scoring == "sigmoid":
+        return sigmoid(scores), None
+    powers = (scores - scores.amax(1, keepdim=True)).exp()
+    whole = powers.sum(1, keepdim=True)
+    return (powers / whole, None) if experts.needs_softmax else (powers, whole)
+
+
+def _opened(experts: Experts, ranks: Tensor) -> Tensor:
+    """Which experts are of a group in use, the first group of equal ones, bool [T, experts]."""
+    sums = ranks.unflatten(1, (experts.groups, -1)).topk(experts.group_best, 2)[0].sum(2)
+    found = sums.sort(dim=1, descending=True, stable=True)[1][:, : experts.groups_used]
+    groups = torch.zeros_like(sums, dtype=torch.bool).scatter(1, found, value=True)
+    return groups.repeat_interleave(experts.count // experts.groups, 1)
+
+
+def _divisor(experts: Experts, total: Tensor) -> Tensor:
+    """The divisor of shares in use, whose sum is `total`."""
+    if experts.scoring == "softmax" and not experts.needs_softmax:
+        return total
+    return total.clamp_min(experts.eps) if experts.floored else total + experts.eps
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -170,7 +202,8 @@ def run_experts(
     normed, scored = mixture.normed(rows)
     parts = [scored] if blocks is None else scored.split(list(blocks))
     scores = torch.cat([part.float() @ router.matrix.T for part in parts]) * experts.score_scale
-    found, shares = chosen(experts, scores[:, : experts.count], router.bias, router.scale)
+    of_experts, (_, of_sum, of_both) = scores[:, : experts.count], experts.factors
+    found, shares = chosen(experts, of_experts, router.bias, router.scale, dtype=scored.dtype)
     if real is not None:
         found = found.where(real[:, None], experts.count)
     made = rows.new_zeros(*found.shape, rows.shape[1])
@@ -186,12 +219,12 @@ def run_experts(
             filled = pad(own, (0, 0, 0, -len(own) % block))
             through = [_through(experts.network, weights, multiply, part) for part in filled.split(block)]
             made[row, place] = torch.cat(through)[: len(own)]
-    total = (made.float() * shares.unsqueeze(2)).sum(1).to(rows.dtype)
+    total = (made.float() * shares.unsqueeze(2)).sum(1).to(rows.dtype) * of_sum
     if beside is None:
         return total
     if experts.gates_network:
         beside = beside * sigmoid(scores[:, experts.count :].to(rows.dtype).float()).to(rows.dtype)
-    return total + beside
+    return (total + beside) * of_both
 
 
 def _through(network: FeedForward, weights: ExpertWeights, multiply: Multiply, rows: Tensor) -> Tensor:

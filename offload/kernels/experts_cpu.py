@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.config.block import Experts
 from offload.formats.layout import EXPERT_ALIGNMENT
-from offload.kernels.experts import NO_SUM, ExpertHomes, Mixture
+from offload.kernels.experts import ExpertHomes, Mixture
 from offload.kernels.products import Step, address, structure_of, widened_floats
 from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
@@ -126,9 +126,17 @@ def _run(
         experts.renormalised,
         experts.scoring == "sigmoid",
         experts.bias == "scores",
+        experts.needs_softmax,
+        experts.ranks_scores,
+        experts.groups,
+        experts.groups_used,
+        experts.group_best,
+        experts.floored,
+        experts.rounded != "none",
+        experts.rounded == "shares",
         experts.score_scale,
-        experts.factor,
-        NO_SUM,
+        *experts.factors,
+        experts.eps,
     )
     dtype, at, threads = DTYPES[rows.dtype], ctypes.byref(structure), torch.get_num_threads()
     kernels.library.route(dtype, at, len(rows), threads)

@@ -13,8 +13,8 @@
 // fp32, of the experts and, if there are more scores, of the gate of what is beside. router_bias, router_scale: [count]
 // fp32, or null. Scratch: normed [rows, inputs], scores [rows, num_scores], line_of [rows, used], row_of and expert_of
 // [lines], starts [2, count]. chosen, weights: [rows, used], of each row the first rank first. beside: [rows, outputs],
-// added to the sum, or null. out: [rows, outputs]. inputs and outputs are multiples of 16. no_sum: added to a sum of
-// sigmoids.
+// added to the sum, or null. out: [rows, outputs]. inputs and outputs are multiples of 16. The numbers from `renormalised`
+// on are those of config.block.Experts; groups: at most 64. factor, sum_factor, both_factor: its factors.
 struct Experts {
     Product scored, gate_up, down;
     const int32_t* bank_place;
@@ -25,7 +25,8 @@ struct Experts {
     const void* beside;
     void* out;
     int64_t step, count, num_scores, used, lines, renormalised, sigmoid, biased;
-    double score_scale, factor, no_sum;
+    int64_t needs_softmax, ranks_scores, groups, groups_used, group_best, floored, rounds_scores, rounds_shares;
+    double score_scale, factor, sum_factor, both_factor, eps;
 };
 
 namespace experts {
@@ -59,31 +60,92 @@ inline float sigmoid(float x) {
     return (x < 0 ? small : 1) / (1 + small);
 }
 
-// The experts of a row, the first ones of equal rank, and their weights: of the softmax over them or over all, or their
-// sigmoids.
-inline void choose(const Experts& e, int64_t row) {
+inline float largest(const Experts& e, const float* scores) {
+    float most = scores[0];
+    for (int64_t expert = 1; expert < e.count; expert++) most = scores[expert] > most ? scores[expert] : most;
+    return most;
+}
+
+// Makes shares of a row's scores. A softmax that no rank needs stays to be made.
+template <class E>
+void make_shares(const Experts& e, float* scores) {
+    if (e.sigmoid)
+        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = sigmoid(scores[expert]);
+    if (e.needs_softmax) {
+        const float most = largest(e, scores);
+        float total = 0;
+        for (int64_t expert = 0; expert < e.count; expert++) total += scores[expert] = power(scores[expert] - most);
+        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] /= total;
+    }
+    if (e.rounds_shares)
+        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = rounded<E>(scores[expert]);
+}
+
+// The groups in use as bits, the first ones of equal sums.
+template <class Rank>
+uint64_t open_groups(const Experts& e, const Rank& rank) {
+    if (e.groups == 1) return 1;
+    const int64_t size = e.count / e.groups;
+    float sums[64];
+    for (int64_t group = 0; group < e.groups; group++) {
+        float best = -__builtin_inff(), second = best;
+        for (int64_t expert = group * size; expert < (group + 1) * size; expert++) {
+            const float own = rank(expert);
+            if (own > best) second = best, best = own;
+            else if (own > second) second = own;
+        }
+        sums[group] = e.group_best == 1 ? best : best + second;
+    }
+    uint64_t open = 0;
+    for (int64_t i = 0; i < e.groups_used; i++) {
+        int64_t most = -1;
+        for (int64_t group = 0; group < e.groups; group++)
+            if (!(open >> group & 1) && (most < 0 || sums[group] > sums[most])) most = group;
+        open |= uint64_t(1) << most;
+    }
+    return open;
+}
+
+// Fills in the experts of a row, the first ones of equal rank.
+inline void rank_experts(const Experts& e, const float* scores, int32_t* chosen) {
+    const auto rank = [&](int64_t expert) {
+        return e.router_bias && !e.biased ? scores[expert] + e.router_bias[expert] : scores[expert];
+    };
+    const uint64_t open = open_groups(e, rank);
+    const int64_t size = e.count / e.groups;
+    int64_t found = 0;
+    for (int64_t group = 0; group < e.groups; group++) {
+        if (!(open >> group & 1)) continue;
+        for (int64_t expert = group * size; expert < (group + 1) * size; expert++, found++) {
+            int64_t at = found < e.used ? found : e.used;
+            for (; at > 0 && rank(chosen[at - 1]) < rank(expert); at--)
+                if (at < e.used) chosen[at] = chosen[at - 1];
+            if (at < e.used) chosen[at] = int32_t(expert);
+        }
+    }
+}
+
+// The experts of a row and their weights.
+template <class E>
+void choose(const Experts& e, int64_t row) {
     float* scores = e.scores + row * e.num_scores;
     int32_t* chosen = e.chosen + row * e.used;
     float* weights = e.weights + row * e.used;
     if (e.biased)
         for (int64_t expert = 0; expert < e.count; expert++) scores[expert] += e.router_bias[expert];
-    if (e.sigmoid)
-        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = sigmoid(scores[expert]);
-    const auto rank = [&](int64_t expert) {
-        return e.router_bias && !e.biased ? scores[expert] + e.router_bias[expert] : scores[expert];
-    };
-    for (int64_t expert = 0; expert < e.count; expert++) {
-        int64_t at = expert < e.used ? expert : e.used;
-        for (; at > 0 && rank(chosen[at - 1]) < rank(expert); at--)
-            if (at < e.used) chosen[at] = chosen[at - 1];
-        if (at < e.used) chosen[at] = int32_t(expert);
-    }
-    float most = scores[0], total = 0;
-    for (int64_t expert = 1; expert < e.count; expert++) most = scores[expert] > most ? scores[expert] : most;
-    const auto share = [&](int64_t expert) { return e.sigmoid ? scores[expert] : power(scores[expert] - most); };
+    if (e.rounds_scores)
+        for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = rounded<E>(scores[expert]);
+    if (!e.ranks_scores) make_shares<E>(e, scores);
+    rank_experts(e, scores, chosen);
+    if (e.ranks_scores) make_shares<E>(e, scores);
+    const bool is_share = e.sigmoid || e.needs_softmax;
+    const float most = is_share ? 0 : largest(e, scores);
+    const auto share = [&](int64_t expert) { return is_share ? scores[expert] : power(scores[expert] - most); };
+    float total = 0;
     for (int64_t i = 0; i < e.used; i++) total += weights[i] = share(chosen[i]);
-    if (e.sigmoid) {
-        total = e.renormalised ? total + float(e.no_sum) : 1;
+    if (is_share) {
+        const float eps = float(e.eps);
+        total = !e.renormalised ? 1 : !e.floored ? total + eps : total < eps ? eps : total;
     } else if (!e.renormalised) {
         total = 0;
         for (int64_t expert = 0; expert < e.count; expert++) total += share(expert);
@@ -120,7 +182,7 @@ void route(const Experts& e, int64_t rows, int64_t how_many) {
     threads::in_phases<None>(how_many, counts, 3, [&](int phase, int64_t item, None&, int) {
         if (phase == 0) norm_row<E>(e, item);
         else if (phase == 1) score(e, item / blocks, item % blocks * SCORES);
-        else choose(e, item);
+        else choose<E>(e, item);
     });
     arrange(e, rows);
 }
@@ -167,11 +229,11 @@ void sum_row(const Experts& e, int64_t row) {
         f32 total = {};
         for (int64_t i = row * e.used; i < (row + 1) * e.used; i++)
             total = fma(all(e.weights[i]), E::read(parts + e.line_of[i] * e.down.out_stride + at), total);
-        total = E::rounded(total);
+        total = E::rounded(E::rounded(total) * float(e.sum_factor));
         if (e.beside) {
             f32 other = E::read(beside + at);
             if (gated) other = E::rounded(other * gate);
-            total = E::rounded(total + other);
+            total = E::rounded(E::rounded(total + other) * float(e.both_factor));
         }
         E::write(to + at, total);
     }

@@ -121,9 +121,9 @@ class Experts(ctypes.Structure):
         *_pointers("bank_place", "router", "router_bias", "router_scale", "normed", "scores"),
         *_pointers("line_of", "row_of", "expert_of", "starts", "chosen", "weights", "beside", "out"),
         *_integers("step", "count", "num_scores", "used", "lines", "renormalised", "sigmoid", "biased"),
-        ("score_scale", c_double),
-        ("factor", c_double),
-        ("no_sum", c_double),
+        *_integers("needs_softmax", "ranks_scores", "groups", "groups_used", "group_best", "floored"),
+        *_integers("rounds_scores", "rounds_shares"),
+        *((name, c_double) for name in ("score_scale", "factor", "sum_factor", "both_factor", "eps")),
     ]
 
 

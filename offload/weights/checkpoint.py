@@ -272,8 +272,9 @@ class Checkpoint:
 
 
 def _is_stack(name: str, num_dims: int) -> bool:
-    """Whether the tensor `name` has a leading dimension, of experts or of one for each channel of a convolution."""
-    return num_dims == (2 if name.endswith(".bias") else 3)
+    """Whether the tensor `name` has a leading dimension, of experts, of one for each channel of a convolution, or of
+    one for the biases of all experts."""
+    return num_dims == (2 if name.endswith((".bias", "_correction_bias")) else 3)
 
 
 def _slice(rows: range) -> slice:

@@ -160,6 +160,9 @@ FILES: dict[str, dict[str, object]] = {
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
     },
     "glm4_moe": {**WIDE, **EXPERTS},
+    "minimax_m2": WIDE,
+    "ernie4_5_moe": {**WIDE, **EXPERTS},
+    "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
@@ -177,6 +180,8 @@ KINDS_OF = {
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
     "qwen3_next": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
+    "minimax_m2": ("Q8_0",),
+    **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }
 

@@ -114,6 +114,9 @@ STATES: dict[str, object] = {
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GLM_EXPERTS: dict[str, object] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 SECTIONS = {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1, 1]}
+ERNIE_EXPERTS: dict[str, object] = {
+    "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "moe_num_shared_experts": 2,
+}  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
 TINY: dict[str, Tiny] = {
     "granite": _with("granite", **MULTIPLIED),
@@ -304,6 +307,65 @@ TINY: dict[str, Tiny] = {
         "glm4_moe", n_routed_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=2,
         routed_scaling_factor=2.5, norm_topk_prob=False, first_k_dense_replace=2, num_hidden_layers=4,
         attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=PARTIAL,
+    ),
+    "solar_open": _with("solar_open", **GLM_EXPERTS, intermediate_size=...),
+    "solar_open, groups": _with(
+        "solar_open", **GLM_EXPERTS | {"n_routed_experts": 12}, intermediate_size=..., n_group=3, topk_group=2,
+        n_shared_experts=2, norm_topk_prob=False, routed_scaling_factor=1.5, attention_bias=True,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "minimax_m2": _with(
+        "minimax_m2", num_local_experts=8, num_experts_per_tok=3, intermediate_size=16, rope_parameters=PARTIAL,
+    ),
+    "minimax_m2, top 1": _with(
+        "minimax_m2", num_local_experts=5, num_experts_per_tok=1, intermediate_size=32, num_key_value_heads=4,
+        num_hidden_layers=3, tie_word_embeddings=True,
+    ),
+    "ernie4_5_moe": _with("ernie4_5_moe", **ERNIE_EXPERTS, num_hidden_layers=3),
+    "ernie4_5_moe, some dense": _with(
+        "ernie4_5_moe", **ERNIE_EXPERTS | {"moe_k": 1, "moe_num_shared_experts": 0}, num_hidden_layers=5,
+        moe_layer_start_index=0, moe_layer_end_index=3, moe_layer_interval=2, moe_norm_min=0.6,
+        tie_word_embeddings=True, num_key_value_heads=1,
+    ),
+    "hunyuan_v1_moe": _with("hunyuan_v1_moe", num_experts=8, moe_topk=3, intermediate_size=16),
+    "hunyuan_v1_moe, stretched": _with(
+        "hunyuan_v1_moe", num_experts=5, moe_topk=[2, 2], intermediate_size=32, attention_bias=True,
+        num_key_value_heads=1, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": THETA, "alpha": 50.0, "factor": 1.0},
+    ),
+    "exaone_moe": _with(
+        "exaone_moe", **EXPERTS, num_hidden_layers=4, sliding_window=9,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+    ),
+    "exaone_moe, groups": _with(
+        "exaone_moe", **EXPERTS | {"num_experts": 12}, num_hidden_layers=3, sliding_window=12, n_group=3, topk_group=2,
+        mlp_layer_types=["sparse", "dense", "sparse"], num_shared_experts=2, norm_topk_prob=False,
+        routed_scaling_factor=1.5, num_key_value_heads=1, tie_word_embeddings=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "afmoe": _with(
+        "afmoe", **EXPERTS, num_hidden_layers=5, sliding_window=9, num_shared_experts=1, route_scale=2.5,
+        mup_enabled=True,
+    ),
+    "afmoe, named": _with(
+        "afmoe", **EXPERTS | {"num_experts_per_tok": 1}, num_hidden_layers=3, sliding_window=14, num_shared_experts=2,
+        num_dense_layers=0, num_key_value_heads=1, tie_word_embeddings=True,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "olmoe": _with("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=16, head_dim=...),
+    "olmoe, renormalised": _with(
+        "olmoe", num_experts=5, num_experts_per_tok=2, intermediate_size=32, head_dim=..., norm_topk_prob=True,
+        attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "qwen2_moe": _with("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=24, head_dim=...),
+    "qwen2_moe, some dense": _with(
+        "qwen2_moe", **EXPERTS, shared_expert_intermediate_size=32, head_dim=..., num_hidden_layers=4, qkv_bias=False,
+        mlp_only_layers=[1], decoder_sparse_step=2, norm_topk_prob=True, num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    "glm4_moe, groups": _with(
+        "glm4_moe", **GLM_EXPERTS | {"n_routed_experts": 12}, num_hidden_layers=3, n_group=4, topk_group=2,
+        rope_parameters=PARTIAL,
     ),
     "olmo_hybrid": _with("olmo_hybrid", num_hidden_layers=4, linear_key_head_dim=8, rope_parameters=None),
     "olmo_hybrid, positions": _with(

@@ -36,6 +36,8 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl",
     "qwen3_vl_moe_text": "qwen3vlmoe", "qwen3_omni_moe_text": "qwen3vlmoe", "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4moe",
+    "minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe", "hunyuan_v1_moe": "hunyuan-moe",
+    "exaone_moe": "exaone-moe", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "solar_open": "glm4moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
@@ -200,6 +202,7 @@ def in_layer(name: str) -> str:
     number, _, part = name.removeprefix("model.layers.").partition(".")
     matrix, _, kind = f".{part}".partition(".experts.")[2].partition(".")
     if matrix:
+        matrix = {"w1": "gate", "w2": "down", "w3": "up"}.get(matrix, matrix)
         return f"blk.{number}.ffn_{matrix.removesuffix('_proj')}_exps.{kind}"
     return f"blk.{number}.{WHOLE_NAMES[part]}" if part in WHOLE_NAMES else ""
 
@@ -332,7 +335,8 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     writer.add_block_count(num_blocks(config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     if arch != "gemma4":
         writer.add_head_count_kv(config["num_key_value_heads"])
@@ -348,15 +352,23 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if local := (config.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if count := next(filter(None, counts), None):
+    if count := _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        used = _first(config, "top_k_experts", "num_experts_per_tok", "moe_topk", "moe_k")
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
-    if arch in ("qwen35moe", "qwen3next"):
+        writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
+        if arch != "olmoe":
+            writer.add_expert_feed_forward_length(_first(config, "moe_intermediate_size", "intermediate_size"))
+    if arch in ("qwen35moe", "qwen3next", "qwen2moe"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if arch == "glm4moe":
-        _glm_experts(writer, config)
+    if arch in ("glm4moe", "exaone-moe"):
+        _sigmoid_experts(writer, config)
+    if arch == "minimax-m2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch == "ernie4_5-moe":
+        _ernie_experts(writer, config)
+    if arch == "hunyuan-moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(1)
     if arch == "gemma4":
         _gemma4(writer, config)
     if "mrope_section" in rope and arch not in STATEFUL:
@@ -365,7 +377,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
             writer.add_num_deepstack_layers(1)
     if arch in STATEFUL:
         _states(writer, config, rope)
-    if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "nemotron", "cohere2", *STATEFUL):
+    if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "minimax-m2", "nemotron", "cohere2", *STATEFUL):
         writer.add_rope_dimension_count(int(share * head_dim))
     _rope_scaling(writer, config, rope, arch)
     for key, add in (
@@ -377,17 +389,40 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
         if config.get(key) is not None:
             add(config[key])
     window, types = config.get("sliding_window"), config.get("layer_types")
-    if window is not None and arch in ("gemma2", "gemma3", "olmo2", "cohere2", "exaone4", "phi3", "gpt-oss", "gemma4"):
+    if window is not None and arch in (
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "cohere2",
+        "exaone4",
+        "exaone-moe",
+        "phi3",
+        "gpt-oss",
+        "gemma4",
+    ):
         writer.add_sliding_window(window)
-        if types and arch in ("olmo2", "exaone4", "gemma4"):
+        if types and arch in ("olmo2", "exaone4", "exaone-moe", "gemma4"):
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
     elif arch == "phi3":
         writer.add_sliding_window(0)
 
 
-def _glm_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+def _first(config: dict[str, Any], *keys: str) -> Any:
+    """The first of these fields that the config has, None if it has none."""
+    return next(filter(None, map(config.get, keys)), None)
+
+
+def _ernie_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if config["moe_num_shared_experts"]:
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+
+
+def _sigmoid_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_shared_count(_first(config, "n_shared_experts", "num_shared_experts"))
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 0))
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_expert_weights_norm(config["norm_topk_prob"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from offload.config.families import (
+    afmoe,
     arcee,
     cohere,
     cohere2,
     ernie4_5,
+    ernie4_5_moe,
     exaone4,
+    exaone_moe,
     gemma,
     gemma2,
     gemma3,
@@ -18,6 +21,7 @@ from offload.config.families import (
     granite,
     hunyuan,
     llama,
+    minimax_m2,
     ministral3,
     mistral,
     muse_glimmer,
@@ -25,14 +29,17 @@ from offload.config.families import (
     olmo2,
     olmo3,
     olmo_hybrid,
+    olmoe,
     phi3,
     qwen,
+    qwen2_moe,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
     seed_oss,
     smollm3,
+    solar_open,
     starcoder2,
     wrappers,
 )  # fmt: skip
@@ -40,9 +47,10 @@ from offload.config.families.common import Family as Family
 from offload.config.families.common import Wrapper as Wrapper
 
 _MODULES = (
-    llama, mistral, qwen, qwen3_moe, qwen3_next, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5, smollm3,
-    hunyuan, phi3, glm, glm4_moe, olmo2, olmo3, olmo_hybrid, cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4,
-    arcee, exaone4, ministral3, starcoder2, muse_glimmer,
+    llama, mistral, qwen, qwen2_moe, qwen3_moe, qwen3_next, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5,
+    ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
+    cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4, exaone_moe, ministral3, starcoder2,
+    muse_glimmer, afmoe,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -6,12 +6,15 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload.config.block import Block, Experts
+from offload.config.block import MOST_GROUPS, Block, Experts
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
 MOST_EXPERTS = 1 << 12
 READS = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"))
+GROUPS = ("n_group", "topk_group")
+FACTOR, NORMED = "routed_scaling_factor", "norm_topk_prob"
+SIGMOIDS = frozenset((*GROUPS, FACTOR, NORMED))
 
 
 def read_experts(
@@ -27,6 +30,24 @@ def read_experts(
     key = next((key for key in counts if source.data.get(key) is not None), counts[0])
     count, size = source.integer(key, MOST_EXPERTS), source.integer("moe_intermediate_size", 1 << 22)
     return Experts(replace(config.block.feed_forward, size=size), count, source.integer(used, count), **others)
+
+
+def read_sigmoids(source: Fields, config: ModelConfig, *, factor: float = 1.0, **others: Any) -> Experts:
+    """The mixture of experts of DeepSeek V3's form: sigmoids, a bias of ranks, and groups of experts. factor: of their
+    weights, if the config has none. others: see `read_experts`."""
+    experts = read_experts(
+        source, config, renormalised=source.flag(NORMED, True), scoring="sigmoid",
+        factor=source.number(FACTOR, default=factor), bias="ranks", **others,
+    )  # fmt: skip
+    groups = source.integer(GROUPS[0], MOST_GROUPS, default=1)
+    used = source.integer(GROUPS[1], groups, default=1)
+    if used == groups:
+        return experts
+    if experts.count % groups or experts.count < 2 * groups:
+        source.refuse(GROUPS[0], f"a divisor of the number of experts, {experts.count}, two or more in each group")
+    if used * experts.count // groups < experts.used:
+        source.refuse(GROUPS[1], f"groups that have the {experts.used} experts of a token together")
+    return replace(experts, groups=groups, groups_used=used)
 
 
 def with_experts(

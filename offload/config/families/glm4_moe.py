@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon, sizes
-from offload.config.families.experts import READS, read_experts, with_experts
+from offload.config.families.experts import READS, SIGMOIDS, read_sigmoids, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, NextTokenNames, TensorNames
@@ -18,9 +18,7 @@ from offload.fields import Fields, whole
 _DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5, rope=RopeDefaults(partial=0.5))
 _GLM4V = replace(_DEFAULTS, max_positions=65536, rope=RopeDefaults(partial=0.5, keys=SECTION_KEYS))
 _COUNTS = ("n_routed_experts", "num_local_experts")
-_SHARED, _FACTOR, _DENSE = "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace"
-_QK_NORM = "use_qk_norm"
-_GROUPS = ("n_group", "topk_group")
+_SHARED, _DENSE, _QK_NORM = "n_shared_experts", "first_k_dense_replace", "use_qk_norm"
 _HEADS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -35,14 +33,8 @@ def describe_vl(source: Fields) -> ModelConfig:
 
 
 def _described(source: Fields, family: str, defaults: Defaults, attention: Mapping[str, object]) -> ModelConfig:
-    for key in _GROUPS:
-        if source.integer(key, 1 << 12, default=1) != 1:
-            source.refuse(key, "1: experts in groups are not implemented")
     config = without_windows(source, decoder(source, family, defaults, attention=attention))
-    experts = read_experts(
-        source, config, counts=_COUNTS, renormalised=source.flag("norm_topk_prob", True), scoring="sigmoid",
-        factor=source.number(_FACTOR, default=1.0), bias="ranks",
-    )  # fmt: skip
+    experts = read_sigmoids(source, config, counts=_COUNTS)
     beside = experts.network.size * source.integer(_SHARED, 1 << 12, default=1)
     dense = range(source.get(_DENSE, whole(0), 1))
     key = next((key for key in _HEADS if source.data.get(key) is not None), _HEADS[0])
@@ -67,7 +59,7 @@ def _names(num_layers: int, heads: int) -> TensorNames:
     )
 
 
-_READS = READS | {*_COUNTS, *_GROUPS, _SHARED, _FACTOR, _DENSE, "norm_topk_prob", "partial_rotary_factor"}
+_READS = READS | SIGMOIDS | {*_COUNTS, _SHARED, _DENSE, "partial_rotary_factor"}
 _SIZES = sizes(151424, 4096, 10944, 46, 96) | {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
 }  # fmt: skip

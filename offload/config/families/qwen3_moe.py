@@ -38,10 +38,10 @@ def _described(source: Fields, family: str, defaults: Defaults, *, renormalised:
     norm = Norm(epsilon(source, defaults))
     config = decoder(source, family, defaults, attention=biases(source) | {"qk_norm": norm})
     experts = read_experts(source, config, renormalised=renormalised)
-    return with_experts(config, experts, dense=_dense_layers(source, config.num_layers))
+    return with_experts(config, experts, dense=dense_layers(source, config.num_layers))
 
 
-def _dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
+def dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
     """The layers without experts: those that `mlp_only_layers` names, and all but each `decoder_sparse_step`-th one."""
     step = source.integer("decoder_sparse_step", num_layers, default=1)
     named = source.data.get("mlp_only_layers") or []

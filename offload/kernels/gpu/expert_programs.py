@@ -49,25 +49,55 @@ def score_rows(
 
 
 @triton.jit
+def _opened(rank, expert, GROUPS: tl.constexpr, USED: tl.constexpr, BEST: tl.constexpr, SIZE: tl.constexpr,
+            PADDED: tl.constexpr):  # fmt: skip
+    """Which experts are of the groups in use, the first ones of equal sums; of `SIZE` experts each."""
+    group, sums = tl.arange(0, PADDED), tl.full([PADDED], float("-inf"), tl.float32)
+    for own in range(GROUPS):
+        inside = expert // SIZE == own
+        total = tl.max(tl.where(inside, rank, float("-inf")), 0)
+        if BEST == 2:
+            first = tl.min(tl.where(inside & (rank == total), expert, GROUPS * SIZE), 0)
+            total += tl.max(tl.where(inside & (expert != first), rank, float("-inf")), 0)
+        sums = tl.where(group == own, tl.where(total == total, total, float("inf")), sums)
+    left, opened = group < GROUPS, expert < 0
+    for _ in range(USED):
+        most = tl.max(tl.where(left, sums, float("-inf")), 0)
+        first = tl.min(tl.where(left & (sums == most), group, PADDED), 0)
+        opened, left = opened | (expert // SIZE == first), left & (group != first)
+    return opened
+
+
+@triton.jit
 def choose_experts(
     scores,  # fp32 [T, SCORES]
     bias,  # fp32 [E], if there is one
     scale,  # fp32 [E], if there is one
     real,  # bool [T], if some rows are padding
+    like,  # of the dtype of the rows, if something is rounded to it
     chosen,  # int32 [T, USED]; of padding E
     weights,  # fp32 [T, USED]
     factor,  # of all weights
     EXPERTS: tl.constexpr,  # E
     SCORES: tl.constexpr,  # S
     USED: tl.constexpr,  # U
-    SIGMOID: tl.constexpr,  # weights are made of sigmoids, not of the softmax
+    SIGMOID: tl.constexpr,  # shares are sigmoids, not of the softmax
     RENORMALISED: tl.constexpr,  # weights are those of the experts in use, not of all
     BIASED: tl.constexpr,  # the bias is a part of the scores
     CORRECTED: tl.constexpr,  # the bias is a part of the ranks alone
+    SOFTMAX: tl.constexpr,  # ranks need the softmax itself
+    RANKS_SCORES: tl.constexpr,  # ranks are of scores, not of shares
+    GROUPS: tl.constexpr,
+    GROUPS_USED: tl.constexpr,
+    GROUP_BEST: tl.constexpr,  # ranks of a group that are added up
+    EPS: tl.constexpr,  # of the sum of shares in use
+    FLOORED: tl.constexpr,  # that sum is at least EPS, which is not added to it
+    ROUNDS_SCORES: tl.constexpr,
+    ROUNDS_SHARES: tl.constexpr,
     SCALED: tl.constexpr,  # each expert has a factor of its own
     PADS: tl.constexpr,  # some rows are padding
-    LEAST: tl.constexpr,  # that is added to a sum of sigmoids
     PADDED: tl.constexpr,  # at least E, a power of two
+    GROUPS_PADDED: tl.constexpr,  # likewise of groups
     USED_PADDED: tl.constexpr,  # likewise of U
 ):
     """Program t: the experts of row t, the largest rank first and the first expert of equal ones; and their weights, as
@@ -79,14 +109,19 @@ def choose_experts(
     score = tl.where(score == score, score, float("inf"))
     if BIASED:
         score += tl.load(bias + expert, mask=left, other=0.0)
-    if SIGMOID:
-        score = 1 / (1 + tl.exp(-score))
-        power = score
-    else:
-        power = tl.exp(score - tl.max(score, 0))
-    rank = score  # what is compared
+    if ROUNDS_SCORES:
+        score = score.to(like.dtype.element_ty).to(tl.float32)
+    power = 1 / (1 + tl.exp(-score)) if SIGMOID else tl.exp(score - tl.max(score, 0))
+    if SOFTMAX:
+        power = power / tl.sum(power, 0)
+    if ROUNDS_SHARES:
+        power = power.to(like.dtype.element_ty).to(tl.float32)
+    rank = power if (SIGMOID or SOFTMAX) and not RANKS_SCORES else score  # what is compared
     if CORRECTED:
         rank += tl.load(bias + expert, mask=left, other=0.0)
+    rank = tl.where(rank == rank, rank, float("inf"))
+    if GROUPS > 1:
+        left = left & _opened(rank, expert, GROUPS, GROUPS_USED, GROUP_BEST, EXPERTS // GROUPS, GROUPS_PADDED)
     found, share, total = tl.zeros([USED_PADDED], tl.int32), tl.zeros([USED_PADDED], tl.float32), 0.0
     for place in range(USED):
         most = tl.max(tl.where(left, rank, float("-inf")), 0)
@@ -95,8 +130,13 @@ def choose_experts(
         found, share = tl.where(slot == place, first, found), tl.where(slot == place, own, share)
         total += own
         left = left & (expert != first)
-    if SIGMOID:
-        total = total + LEAST if RENORMALISED else 1.0
+    if SIGMOID or SOFTMAX:
+        if not RENORMALISED:
+            total = 1.0
+        elif FLOORED:
+            total = tl.maximum(total, EPS)
+        else:
+            total += EPS
     elif not RENORMALISED:
         total = tl.sum(power, 0)
     share = share / total * factor
@@ -311,6 +351,8 @@ def sum_pairs(
     USED: tl.constexpr,  # U
     ADDS: tl.constexpr,  # whether there is a network beside the experts
     COLUMNS: tl.constexpr,
+    SUM_FACTOR: tl.constexpr,  # of the sum over experts
+    BOTH_FACTOR: tl.constexpr,  # of that plus the output of the network
 ):
     """Program (t, c): the weighted sum of what row t's experts made of it, in the order in which they were chosen, in
     block c of the outputs; plus the output of the network beside them, times the sigmoid of the gate's score. The sum
@@ -324,7 +366,7 @@ def sum_pairs(
         part = tl.load(made + pair.to(tl.int64) * num_outputs + column, mask=valid, other=0.0).to(tl.float32)
         total = tl.fma(part, tl.full([COLUMNS], tl.load(weights + pair), tl.float32), total)
     kind = out.dtype.element_ty
-    total = total.to(kind)
+    total = (total.to(kind).to(tl.float32) * SUM_FACTOR).to(kind)
     if ADDS:
         other = tl.load(beside + row.to(tl.int64) * stride + column, mask=inside, other=0.0).to(tl.float32)
         if SCORES > EXPERTS:
@@ -332,4 +374,5 @@ def sum_pairs(
             gate = (1 / (1 + tl.exp(-gate))).to(kind).to(tl.float32)
             other = (other * gate).to(kind).to(tl.float32)
         total = (total.to(tl.float32) + other).to(kind)
+        total = (total.to(tl.float32) * BOTH_FACTOR).to(kind)
     tl.store(out + row.to(tl.int64) * num_outputs + column, total, mask=inside)

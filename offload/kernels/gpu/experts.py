@@ -12,7 +12,7 @@ from offload.config.block import Activation, Experts
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of
-from offload.kernels.experts import NO_SUM, Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
+from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
     arrange_pairs,
@@ -94,7 +94,7 @@ def _run(
     normed, scored = (each.contiguous() for each in mixture.normed(rows))
     scores = score(experts, router, scored)
     room = homes.room if len(rows) <= MAX_ROWS else None
-    chosen, weights = choose(experts, router, scores, real, room=room)
+    chosen, weights = choose(experts, router, scores, real, like=scored, room=room)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first), room=room)
     sizes = experts.network.size, rows.shape[1]
@@ -117,7 +117,7 @@ def _run(
     launch(
         sum_pairs, grid, (made, chosen, weights, other, scores, out, rows.shape[1], stride),
         EXPERTS=experts.count, SCORES=experts.num_scores, USED=experts.used, ADDS=beside is not None, COLUMNS=COLUMNS,
-        num_warps=4,
+        SUM_FACTOR=experts.factors[1], BOTH_FACTOR=experts.factors[2], num_warps=4,
     )  # fmt: skip
     return out
 
@@ -139,21 +139,30 @@ def _taken(room: Room | None, name: str, like: Tensor) -> Tensor:
 
 
 def choose(
-    experts: Experts, router: Router, scores: Tensor, real: Tensor | None = None, *, room: Room | None = None
+    experts: Experts,
+    router: Router,
+    scores: Tensor,
+    real: Tensor | None = None,
+    *,
+    like: Tensor | None = None,
+    room: Room | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts of rows by their scores, fp32 [T, scores]: int32 [T, used], the largest rank first and the first
     expert of equal ones, in `room` if there is one; and their weights, fp32 [T, used]. real: see `RunExperts`; of
-    padding the experts' number."""
+    padding the experts' number. like: of the rows' dtype; None: fp32."""
     count, used, num_rows = experts.count, experts.used, len(scores)
     chosen = _taken(room, "chosen", torch.empty(num_rows, used, dtype=torch.int32, device=scores.device))
     weights = torch.empty(num_rows, used, device=scores.device)
-    vectors = (scores if each is None else each for each in (router.bias, router.scale, real))
+    vectors = (scores if each is None else each for each in (router.bias, router.scale, real, like))
     launch(
-        choose_experts, (num_rows,), (scores, *vectors, chosen, weights, experts.factor),
+        choose_experts, (num_rows,), (scores, *vectors, chosen, weights, experts.factors[0]),
         EXPERTS=count, SCORES=experts.num_scores, USED=used, SIGMOID=experts.scoring == "sigmoid",
         RENORMALISED=experts.renormalised, BIASED=experts.bias == "scores", CORRECTED=experts.bias == "ranks",
-        SCALED=experts.scaled,
-        PADS=real is not None, LEAST=NO_SUM, PADDED=_padded(count), USED_PADDED=_padded(used), num_warps=1,
+        SOFTMAX=experts.needs_softmax, RANKS_SCORES=experts.ranks_scores, GROUPS=experts.groups,
+        GROUPS_USED=experts.groups_used, GROUP_BEST=experts.group_best, EPS=experts.eps, FLOORED=experts.floored,
+        ROUNDS_SCORES=experts.rounded != "none", ROUNDS_SHARES=experts.rounded == "shares", SCALED=experts.scaled,
+        PADS=real is not None, PADDED=_padded(count), GROUPS_PADDED=_padded(experts.groups),
+        USED_PADDED=_padded(used), num_warps=1,
     )  # fmt: skip
     return chosen, weights
 

@@ -666,9 +666,7 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-@pytest.mark.parametrize(
-    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES]
-)
+@pytest.mark.parametrize("name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES])
 def test_forty_tokens_after_prompts_about_a_block_are_those_of_transformers(
     pairs: Callable[[str], Pair], name: str, length: int
 ) -> None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: style, types, then all tests, on two processes. Arguments go to pytest;
+# Sets everything up and passes the tests: style, types, then all tests, on three processes: some of
+# them wait. Arguments go to pytest;
 # --deep tries every case instead of a few of each kind.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh" dev
@@ -7,4 +8,4 @@ unset PYTHONDONTWRITEBYTECODE # else each process compiles all tests anew, which
 ruff check .
 ruff format --check .
 mypy
-exec pytest -q --numprocesses 2 --dist worksteal "$@"
+exec pytest -q --numprocesses 3 --dist worksteal "$@"

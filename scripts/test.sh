@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: style, types, then all tests, on three processes: some of
-# them wait. Arguments go to pytest;
-# --deep tries every case instead of a few of each kind.
+# Sets everything up and passes the tests: style, types, then all tests, on three processes, since some of them wait.
+# Arguments go to pytest; --deep tries every case instead of a few of each kind.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh" dev
 unset PYTHONDONTWRITEBYTECODE # else each process compiles all tests anew, which takes it six seconds

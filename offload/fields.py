@@ -155,6 +155,10 @@ class Fields:
         value = shown(self.data[key]) if key in self.data else "missing"
         raise self._error(f"{self.place(key)} is {value}; it must be {limit}")
 
+    def changed(self, values: Mapping[str, Any]) -> Fields:
+        """The fields of this object with other values, or further ones."""
+        return Fields({**self.data, **values}, self.where, self._error, between=self._between)
+
     def only(self, names: Iterable[str]) -> Fields:
         """This object, unless it lacks a field of `names` or has another one."""
         for name in (names := dict.fromkeys(names)):

@@ -72,7 +72,7 @@ struct Codes {
             for (int i = 0; i < VECTORS; i++) values[i] = upper_bytes(codes[i / 4], i % 4);
         } else {
             alignas(GROUP) int8_t numbers[GROUP];
-            store_codes<KIND>(block_of<KIND>(at, part), part % groups_of_block(KIND), own, numbers);
+            store_codes<KIND>(at, part, own, numbers);
             for (int i = 0; i < VECTORS; i++) values[i] = integers(numbers + i * W);
         }
 #pragma unroll
@@ -104,11 +104,8 @@ struct Codes {
         const auto place_of = [&](int g) {
             return block_of<KIND>(at, g) + form(KIND).codes.at + g % groups_of_block(KIND) * GROUP / 2;
         };
-        const auto codes_of = [&](int g) __attribute__((always_inline)) {
-            return codes_of_group<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), own);
-        };
         if constexpr (BY_HALF) codes_by_half<KIND>(place_of(first), place_of(second), codes);
-        else codes[0] = codes_of(first), codes[1] = codes_of(second);
+        else codes[0] = codes_of<KIND>(at, first, own), codes[1] = codes_of<KIND>(at, second, own);
     }
 
     // 2^24 times bytes 4 k to 4 k + 4 of either half of a register, integers with a sign.
@@ -170,10 +167,8 @@ struct Pairs {
     // A code a byte; what is above a code of 4 or 6 bits may be anything.
     INLINE static __m512i bytes(const uint8_t* at, int pair, const Own& shared, bool both) {
         constexpr Form own = form(KIND);
-        const auto group_at = [&](int g) {
-            return (__m256i)codes_of_group<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), shared);
-        };
-        if constexpr (BY_GROUP) return joined(group_at(2 * pair), group_at(2 * pair + 1));
+        if constexpr (BY_GROUP)
+            return joined((__m256i)codes_of<KIND>(at, 2 * pair, shared), (__m256i)codes_of<KIND>(at, 2 * pair + 1, shared));
         const auto twice = [](const uint8_t* from) { return _mm512_broadcast_i64x4(load<__m256i>(from)); };
         if constexpr (own.high.bits == 2) {  // above four
             __m512i lower = load<__m512i>(at + pair / 2 * PAIR), upper = twice(at + own.high.at + pair / 2 * GROUP);

@@ -68,7 +68,6 @@ consteval bool has_scale(Kind kind, const char* scale) { return is(form(kind).sc
 constexpr bool is_gguf(Kind kind) { return form(kind).numbers; }
 consteval int bits(Kind kind) { return int(form(kind).codes.bits + form(kind).high.bits); }
 consteval bool has_grid(Kind kind) { return is_gguf(kind) && !form(kind).codes.bits; }
-consteval int groups_of_block(Kind kind) { return int(form(kind).numbers / 32); }
 consteval bool by_16(Kind kind) { return form(kind).group == 16; }
 consteval int centre(Kind kind) {  // taken from codes as they are multiplied
     if (form(kind).codes.bits < 4) return int(form(kind).centre);
@@ -99,6 +98,7 @@ struct Matrix {
 
 constexpr int GROUP = 32;  // numbers that are decoded together
 constexpr int AHEAD = 4096, LINE = 64;  // bytes that are asked for before they are read, and of a line of the cache
+consteval int groups_of_block(Kind kind) { return int(form(kind).numbers / GROUP); }
 using group = uint8_t __attribute__((vector_size(GROUP)));
 using bytes = uint8_t __attribute__((vector_size(W)));
 using half_group = uint8_t __attribute__((vector_size(GROUP / 2)));

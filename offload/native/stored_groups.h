@@ -160,20 +160,27 @@ INLINE group codes_of_group(const uint8_t* block, int g, const Own& own) {
     }
 }
 
-// The codes of group g of a block to memory, of a grid's eight at a time.
-template <Kind KIND>
-INLINE void store_codes(const uint8_t* block, int g, const Own& own, int8_t (&to)[GROUP]) {
-    if constexpr (has_grid(KIND))
-        for (int i = 0; i < 4; i++) store(to + 8 * i, octet_of<KIND>(block, 4 * g + i, own));
-    else store(to, codes_of_group<KIND>(block, g, own));
-    if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
-        asm("" : "+m"(to));  // widened as they are loaded, not by shuffles of a register
-}
-
 // The block of group g of those from `at` on.
 template <Kind KIND>
 INLINE const uint8_t* block_of(const uint8_t* at, int g) {
     return at + g / groups_of_block(KIND) * form(KIND).nbytes;
+}
+
+// The codes of group g of the blocks from `at` on.
+template <Kind KIND>
+INLINE group codes_of(const uint8_t* at, int g, const Own& own) {
+    return codes_of_group<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND), own);
+}
+
+// The same to memory, of a grid's eight at a time.
+template <Kind KIND>
+INLINE void store_codes(const uint8_t* at, int g, const Own& own, int8_t (&to)[GROUP]) {
+    if constexpr (has_grid(KIND))
+        for (int i = 0; i < 4; i++)
+            store(to + 8 * i, octet_of<KIND>(block_of<KIND>(at, g), g % groups_of_block(KIND) * 4 + i, own));
+    else store(to, codes_of<KIND>(at, g, own));
+    if constexpr (W == 8 && !has_grid(KIND) && !has_code(KIND, "signed"))
+        asm("" : "+m"(to));  // widened as they are loaded, not by shuffles of a register
 }
 
 // Of two groups whose codes of 4 bits begin at `first` and `second`, the first 16 codes of both, then the others.

@@ -61,8 +61,8 @@ def _describe(source: Fields, family: str, *, window: int, max_positions: int, l
     if isinstance(ropes, Mapping) and not {*_ROPES} <= ropes.keys():
         source.refuse("rope_parameters", f"an object of {FULL} and {WINDOWED}")
     if source.data.get("use_bidirectional_attention") == "vision":  # of images, which are not supported
-        source = Fields({**source.data, "use_bidirectional_attention": None}, source.where)
-    source = Fields({**source.data, "rope_parameters": ropes}, source.where)
+        source = source.changed({"use_bidirectional_attention": None})
+    source = source.changed({"rope_parameters": ropes})
     norm = Norm(epsilon(source, defaults))
     config = sandwiched(
         rope_of_type(source, WINDOWED), family, defaults, norm=Norm, block={"multiplied": True},

@@ -35,7 +35,7 @@ _CLAMPS = {"swiglu_alpha": CLAMPED_SLOPE, "swiglu_limit": CLAMPED_LIMIT}
 
 def describe(source: Fields) -> ModelConfig:
     if not source.data.get("rope_parameters") and not source.data.get("rope_scaling"):
-        source = Fields({**source.data, "rope_parameters": _YARN}, source.where)
+        source = source.changed({"rope_parameters": _YARN})
     for key, value in _CLAMPS.items():
         if source.number(key, default=value) != value:
             source.refuse(key, f"{value}: other clamps are not implemented")
@@ -43,7 +43,7 @@ def describe(source: Fields) -> ModelConfig:
     attention = {"bias": bias, "out_bias": bias, "sink_logits": True}
     network = {"activation": "clamped_silu", "bias": True}
     config = decoder(source, "gpt_oss", _DEFAULTS, attention=attention, feed_forward=network)
-    size = Fields({**source.data, "moe_intermediate_size": config.intermediate_size}, source.where)
+    size = source.changed({"moe_intermediate_size": config.intermediate_size})
     experts = read_experts(size, config, counts=("num_local_experts", "num_experts"), bias="scores")
     config = replace(with_experts(config, experts), names=replace(config.names, experts=_NAMES))
     window = source.data.get("sliding_window", 128)

@@ -35,7 +35,7 @@ def describe_moe(source: Fields) -> ModelConfig:
         if source.data.get(key) is not None and _of_all_layers(source, key, config.num_layers) != wanted:
             source.refuse(key, f"{wanted} in all layers")
     used = _of_all_layers(source, _USED, config.num_layers)
-    sized = Fields({**source.data, _SIZE: size, _USED: used}, source.where)
+    sized = source.changed({_SIZE: size, _USED: used})
     experts = read_experts(sized, config, used=_USED)
     names = replace(config.names, experts=_EXPERTS)
     return with_experts(replace(config, names=names), experts, beside=size)

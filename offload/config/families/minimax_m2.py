@@ -36,7 +36,7 @@ def describe(source: Fields) -> ModelConfig:
     config = decoder(
         _with_share(source), "minimax_m2", _DEFAULTS, attention=attention, names=TensorNames(experts=_NAMES)
     )
-    sized = Fields({**source.data, "moe_intermediate_size": config.intermediate_size}, source.where)
+    sized = source.changed({"moe_intermediate_size": config.intermediate_size})
     experts = read_experts(
         sized, config, counts=("num_local_experts", "num_experts"), scoring="sigmoid", bias="ranks", rounded="scores",
         eps=0.0,
@@ -49,7 +49,7 @@ def _with_share(source: Fields) -> Fields:
     if source.data.get(_ROTATED) is None or source.data.get(_PARTIAL) is not None:
         return source
     share = source.integer(_ROTATED, 1 << 12) / source.integer("head_dim", 1 << 12, default=_DEFAULTS.head_dim)
-    return Fields({**source.data, _PARTIAL: share}, source.where)
+    return source.changed({_PARTIAL: share})
 
 
 FAMILIES = (

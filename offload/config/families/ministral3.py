@@ -20,7 +20,7 @@ _SETTINGS = {  # defaults
 def describe(source: Fields) -> ModelConfig:
     settings = source.data.get("rope_parameters") or source.data.get("rope_scaling") or _SETTINGS
     if settings is _SETTINGS:
-        source = Fields({**source.data, "rope_parameters": _SETTINGS}, source.where)
+        source = source.changed({"rope_parameters": _SETTINGS})
     defaults = Defaults(max_positions=262144, kv_heads=8, head_dim=128, floors_head_dim=True, eps=1e-5, rope=_ROPE)
     config = decoder(source, "ministral3", defaults)
     named = source.inner("rope_parameters", settings if isinstance(settings, dict) else {})

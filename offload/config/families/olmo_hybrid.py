@@ -31,7 +31,7 @@ def describe(source: Fields) -> ModelConfig:
     norm, rope = Norm(epsilon(source, defaults)), source.data.get("rope_parameters") or {}
     has_positions = isinstance(rope, dict) and rope.get("rope_theta") is not None
     without = () if has_positions else range(source.integer("num_hidden_layers", 1 << 12))
-    bare = source if has_positions else Fields({**source.data, "rope_parameters": None}, source.where)
+    bare = source if has_positions else source.changed({"rope_parameters": None})
     config = decoder(
         bare, "olmo_hybrid", defaults, attention=biases(source) | {"qk_norm": norm, "norms_whole": True},
         block=norms_after(norm), names=_NAMES, without_positions=without,

@@ -16,7 +16,7 @@ def describe(source: Fields) -> ModelConfig:
     norm = Norm(epsilon(source, _DEFAULTS))
     attention = biases(source) | {"qk_norm": norm, "norms_whole": True}
     config = without_windows(source, decoder(source, "olmoe", _DEFAULTS, attention=attention))
-    sized = Fields({**source.data, "moe_intermediate_size": config.intermediate_size}, source.where)
+    sized = source.changed({"moe_intermediate_size": config.intermediate_size})
     return with_experts(config, read_experts(sized, config, renormalised=source.flag(NORMED, False)))
 
 

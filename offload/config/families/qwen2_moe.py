@@ -19,7 +19,7 @@ def describe(source: Fields) -> ModelConfig:
     if source.flag("use_sliding_window", False):
         source.refuse("use_sliding_window", "false in qwen2_moe")
     defaults, attention = Defaults(max_positions=32768, kv_heads=16), {"bias": source.flag("qkv_bias", True)}
-    unlimited = Fields({**source.data, "sliding_window": None}, source.where)
+    unlimited = source.changed({"sliding_window": None})
     config = without_windows(unlimited, decoder(source, "qwen2_moe", defaults, attention=attention, names=_NAMES))
     experts = read_experts(source, config, renormalised=source.flag(NORMED, False), gates_network=True)
     beside = source.integer(_SHARED, 1 << 22)

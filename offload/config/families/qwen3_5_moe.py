@@ -27,7 +27,7 @@ def described(source: Fields, family: str, *, renormalised: bool = True, **other
         source.refuse(_DENSE, "absent or empty: every layer has experts")
     source.integer(_STEP, 1, default=1)
     beside = source.integer(_SHARED, 1 << 22)
-    sized = Fields({**source.data, "intermediate_size": beside}, source.where)
+    sized = source.changed({"intermediate_size": beside})
     config = qwen3_5.described(sized, family, **others)
     names = replace(config.names, experts=ExpertNames(network="mlp.shared_expert."))
     experts = read_experts(source, config, gates_network=True, renormalised=renormalised)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
-from offload.config.families.experts import READS, read_experts, with_experts
+from offload.config.families.experts import NORMED, READS, read_experts, with_experts
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.rope import SECTION_KEYS, RopeDefaults
@@ -19,7 +19,7 @@ _OMNI = Defaults(max_positions=32768, kv_heads=4, rope=RopeDefaults(theta=1e6, k
 
 
 def describe(source: Fields) -> ModelConfig:
-    return _described(source, "qwen3_moe", _QWEN3, renormalised=source.flag("norm_topk_prob", False))
+    return _described(source, "qwen3_moe", _QWEN3, renormalised=source.flag(NORMED, False))
 
 
 def describe_vl(source: Fields) -> ModelConfig:
@@ -29,7 +29,7 @@ def describe_vl(source: Fields) -> ModelConfig:
 
 
 def describe_omni(source: Fields) -> ModelConfig:
-    return _described(source, "qwen3_omni_moe_text", _OMNI, renormalised=source.flag("norm_topk_prob", True))
+    return _described(source, "qwen3_omni_moe_text", _OMNI, renormalised=source.flag(NORMED, True))
 
 
 def _described(source: Fields, family: str, defaults: Defaults, *, renormalised: bool) -> ModelConfig:
@@ -50,7 +50,7 @@ def dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
     return frozenset((*named, *(layer for layer in range(num_layers) if (layer + 1) % step)))
 
 
-_READS = READS | {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
+_READS = READS | {NORMED, "decoder_sparse_step", "mlp_only_layers"}
 _VL_SIZES = sizes(151936, 2048, 5632, 24, 16) | {
     "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
 }  # fmt: skip

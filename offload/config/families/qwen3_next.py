@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from offload.config.families import qwen3_5, qwen3_5_moe
 from offload.config.families.common import Defaults, Family
+from offload.config.families.experts import NORMED
 from offload.config.model import ModelConfig
 from offload.config.names import DeltaNames
 from offload.config.rope import RopeDefaults
@@ -15,13 +16,13 @@ _DEFAULTS = Defaults(
 )
 _QKVZ, _BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
 _STATES = DeltaNames(parts=(*(_QKVZ,) * 4, *(_BA,) * 2), grouped=(_QKVZ, _BA))
-_RENORMALISED, _HEADS = "norm_topk_prob", "num_nextn_predict_layers"
+_HEADS = "num_nextn_predict_layers"
 
 
 def describe(source: Fields) -> ModelConfig:
     """A config does not say whether there is a next-token head, unless it has the field of its layers: the tensors
     do."""
-    renormalised = source.flag(_RENORMALISED, True)
+    renormalised = source.flag(NORMED, True)
     config = qwen3_5_moe.described(source, "qwen3_next", defaults=_DEFAULTS, states=_STATES, renormalised=renormalised)
     return qwen3_5.with_next_token(source, config, _HEADS, 1)
 
@@ -31,6 +32,6 @@ FAMILIES = (
         "qwen3_next",
         "Qwen3-Next 80B-A3B, Qwen3-Coder-Next: mixtures of experts",
         describe,
-        qwen3_5_moe.READS | {_RENORMALISED},
+        qwen3_5_moe.READS | {NORMED},
     ),
 )

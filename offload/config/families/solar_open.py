@@ -18,7 +18,7 @@ _SHARED = "n_shared_experts"
 
 
 def describe(source: Fields) -> ModelConfig:
-    sized = Fields({**source.data, "intermediate_size": source.data.get("moe_intermediate_size")}, source.where)
+    sized = source.changed({"intermediate_size": source.data.get("moe_intermediate_size")})
     attention = {"bias": source.flag("attention_bias", False)}
     names = TensorNames(experts=ExpertNames(network="mlp.shared_experts."))
     config = without_windows(source, decoder(sized, "solar_open", _DEFAULTS, attention=attention, names=names))

@@ -88,7 +88,7 @@ def rope_of_type(source: Fields, kind: str, theta_key: str = "") -> Fields:
         if found is not None and not isinstance(found, Mapping):
             source.refuse("rope_parameters", "objects, and rope_scaling too")
         settings |= found or {}
-    return Fields({**source.data, "rope_parameters": settings, "rope_scaling": None, "rope_theta": None}, source.where)
+    return source.changed({"rope_parameters": settings, "rope_scaling": None, "rope_theta": None})
 
 
 def others(source: Fields, layers: Collection[int]) -> list[int]:

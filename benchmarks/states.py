@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from report import about, emit, say
 
+from offload.config.block import DeltaRule
 from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
 from offload.kernels.cpu import kernels, of_model
-from offload.kernels.delta import DeltaWeights, Held, Replayed
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.kernels.rope import scorings
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
@@ -89,7 +90,7 @@ class Model:
 
     def pass_bytes(self) -> int:
         """The bytes that a pass reads and writes, without keys and values."""
-        delta, count = self.config.delta, len(self.config.stateful)
+        delta, count = self.config.recurrence, len(self.config.stateful)
         states = 2 * 4 * count * math.prod(delta.state_shape) if delta else 0
         return self.config.weight_bytes(DTYPE.itemsize) + states
 
@@ -144,10 +145,10 @@ def made(config: ModelConfig, capacity: int) -> Model:
     at = [config.attending.index(layer) for layer in config.growing]
     full = FullCache(memory, shape, num_layers=len(at), scorings=[found[each] for each in at], kernels=own)
     states = None
-    if config.delta is not None:
+    if config.recurrence is not None:
         count = len(config.stateful)
-        layers = LayerStates(memory, config.delta, num_layers=count, rows=HELD, dtype=DTYPE, kernels=own)
-        kept = Checkpoints(memory, config.delta, num_layers=count, dtype=DTYPE, most=2)
+        layers = LayerStates(memory, config.recurrence, num_layers=count, rows=HELD, dtype=DTYPE, kernels=own)
+        kept = Checkpoints(memory, config.recurrence, num_layers=count, dtype=DTYPE, most=2)
         states = StateCache(layers, kept, weights=lambda: ())  # no session is saved
     return Model(config, Decoder(config, weights, kernels=own), full, states)
 
@@ -160,12 +161,12 @@ def seconds(run: Callable[[], object]) -> float:
 
 def rule_alone(config: ModelConfig, rows: int, replayed: int, num_bytes: int) -> Callable[[], object]:
     """The delta rule of layer after layer, over states of so many bytes or a few more: each run is of another one."""
-    delta, own = config.delta, of_model(torch.device("cpu"), config)
+    delta, own = config.recurrence, of_model(torch.device("cpu"), config)
     assert delta is not None
     count = -(-num_bytes // (4 * math.prod(delta.state_shape)))
     inputs = torch.randn(delta.width - 1 + HELD, delta.kept).to(DTYPE)
     held = [Held(torch.randn(delta.state_shape), inputs) for _ in range(count)]
-    weights = DeltaWeights(
+    weights = RecurrenceWeights(
         torch.randn(delta.width, delta.channels),
         -torch.rand(delta.num_heads),
         torch.randn(delta.num_heads),
@@ -174,7 +175,7 @@ def rule_alone(config: ModelConfig, rows: int, replayed: int, num_bytes: int) ->
     new, turn = torch.randn(rows, sum(delta.parts)).to(DTYPE), counted()
 
     def run() -> None:
-        own.delta_rule(delta, weights, held[next(turn) % len(held)], new, Replayed(replayed), settles=False)
+        own.recurrences[DeltaRule](delta, weights, held[next(turn) % len(held)], new, Replayed(replayed), settles=False)
 
     return run
 

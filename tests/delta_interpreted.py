@@ -19,12 +19,12 @@ from gpu_interpreted import normal
 from kit.interpreter import rounds_to_bf16, without_idle_work
 from offload.config.block import DeltaRule, Norm
 from offload.kernels import delta as by_torch
-from offload.kernels.delta import DeltaWeights, Held, Replayed
 from offload.kernels.gpu import delta as by_triton
 from offload.kernels.gpu import delta_programs
 from offload.kernels.gpu.delta import delta_rule, is_aligned
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.norms import NormWeights
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.launch import counting
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,12 +46,12 @@ def _rounds_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def weights_of(delta: DeltaRule) -> DeltaWeights:
+def weights_of(delta: DeltaRule) -> RecurrenceWeights:
     """Decays of a token from nearly none to nearly all."""
     decay = -(2 * normal(delta.num_heads, seed=1)).exp()
     norm = NormWeights(delta.norm, 1 + normal(delta.value_dim, seed=3) / 4)
     taps = normal(delta.width, delta.channels, seed=2)
-    return DeltaWeights(taps, decay, 3 * normal(delta.num_heads, seed=4), norm)
+    return RecurrenceWeights(taps, decay, 3 * normal(delta.num_heads, seed=4), norm)
 
 
 def some(delta: DeltaRule, count: int, dtype: torch.dtype, *, replayed: int = 0) -> tuple[Held, Tensor]:
@@ -71,7 +71,7 @@ class Formula:
     """One head's recurrence in fp64, as Yang et al. 2024 (arXiv 2412.06464, equation 10) have it for its transpose."""
 
     delta: DeltaRule
-    weights: DeltaWeights
+    weights: RecurrenceWeights
     head: int
     state: Tensor  # [key_dim, value_dim]
 
@@ -152,7 +152,7 @@ def test_small_times_keep_their_digits() -> None:
     delta = DeltaRule(1, 1, 2, 2, 2)
     norm = NormWeights(delta.norm, torch.ones(2))
     for time, rate in ((-18.0, -3e6), (-5.0, -20.0), (0.0, -1.0), (4.0, -0.1), (40.0, -0.01)):
-        weights = DeltaWeights(torch.zeros(2, 6), torch.tensor([rate]), torch.tensor([time]), norm)
+        weights = RecurrenceWeights(torch.zeros(2, 6), torch.tensor([rate]), torch.tensor([time]), norm)
         held = Held(torch.ones(1, 2, 2), torch.zeros(3, delta.kept))
         delta_rule(delta, weights, held, torch.zeros(1, sum(delta.parts)), Replayed(0), settles=True)
         wanted = (rate * torch.tensor(time).double().exp().log1p()).exp().expand(1, 2, 2)
@@ -251,7 +251,7 @@ def test_a_pass_is_two_launches_of_a_layer() -> None:
     with counting() as launches:
         delta_rule(delta, weights_of(delta), held, rows, Replayed(3), settles=False)
     assert launches == {"advance_states": 1, "finish_rows": 1}
-    assert GPU_KERNELS.delta_rule is delta_rule
+    assert GPU_KERNELS.recurrences[DeltaRule] is delta_rule
 
 
 def test_rows_whose_places_a_program_would_take_for_aligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,9 @@ from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
-from offload.kernels.delta import DeltaWeights, Held, Replayed, RunDeltaRule  # noqa: E402
 from offload.kernels.delta import delta_rule as by_torch  # noqa: E402
 from offload.kernels.norms import NormWeights  # noqa: E402
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence  # noqa: E402
 from offload.model.passes import forward  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
@@ -281,17 +281,22 @@ def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows
                 assert torch.equal(whole[first : first + count], Linear(made, None)(rows[first : first + count]))
 
 
-def delta_weights(delta: DeltaRule) -> DeltaWeights:
+def delta_weights(delta: DeltaRule) -> RecurrenceWeights:
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=DEVICE)
 
     norm = NormWeights(delta.norm, 1 + some(delta.value_dim) / 4)
     taps = some(delta.width, delta.channels)
-    return DeltaWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.num_heads), norm)
+    return RecurrenceWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.num_heads), norm)
 
 
 def in_passes(
-    delta: DeltaRule, weights: DeltaWeights, rows: torch.Tensor, counts: list[int], run: RunDeltaRule, kind: str = ""
+    delta: DeltaRule,
+    weights: RecurrenceWeights,
+    rows: torch.Tensor,
+    counts: list[int],
+    run: RunRecurrence,
+    kind: str = "",
 ) -> list[torch.Tensor]:
     """The outputs of all rows in passes of so many, each with a row more that is rejected, and the last state. kind:
     "graph": the number of replayed tokens is read on the GPU; "prefill": states pass the rows."""
@@ -310,7 +315,7 @@ def in_passes(
 
 def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:
     """With sizes of a 9B and a 27B, and with odd ones."""
-    kernels = gpu_kernels(torch.device(DEVICE)).delta_rule
+    kernels = gpu_kernels(torch.device(DEVICE)).recurrences[DeltaRule]
     for delta in (DeltaRule(16, 32, 128, 128), DeltaRule(16, 48, 128, 128), DeltaRule(3, 6, 20, 12, 3, tiled=1)):
         weights = delta_weights(delta)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

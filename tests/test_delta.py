@@ -20,8 +20,8 @@ from torch.nn.functional import conv1d, pad, softplus
 from kit.processor import before_a_guard, built, on_this_machine, threads
 from offload.config.block import DeltaRule, Norm
 from offload.kernels import delta as twin
-from offload.kernels.delta import DeltaWeights, Held, Replayed, RunDeltaRule
 from offload.kernels.norms import NormWeights
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EXECUTORS = ("torch", *on_this_machine())
@@ -38,12 +38,12 @@ RULES = {
 ROOM = 64  # new rows that can be held
 
 
-def of(executor: str) -> RunDeltaRule:
-    return twin.delta_rule if executor == "torch" else built(executor).delta_rule
+def of(executor: str) -> RunRecurrence:
+    return twin.delta_rule if executor == "torch" else built(executor).recurrences[DeltaRule]
 
 
 @pytest.fixture(params=EXECUTORS)
-def executor(request: pytest.FixtureRequest) -> RunDeltaRule:
+def executor(request: pytest.FixtureRequest) -> RunRecurrence:
     return of(request.param)
 
 
@@ -52,7 +52,7 @@ class Scene:
     """A layer and what is held before some rows."""
 
     rule: DeltaRule
-    weights: DeltaWeights
+    weights: RecurrenceWeights
     held: Held
     rows: Tensor
 
@@ -67,7 +67,7 @@ def scene(rule: DeltaRule, dtype: torch.dtype, num_rows: int, *, seed: int = 0) 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    weights = DeltaWeights(
+    weights = RecurrenceWeights(
         normal(rule.width, rule.channels) / 2,
         -normal(rule.num_heads).exp(),
         normal(rule.num_heads),
@@ -88,7 +88,7 @@ def without_gates(rule: DeltaRule, rows: Tensor) -> Tensor:
 
 
 def by_the_formula(
-    rule: DeltaRule, weights: DeltaWeights, state: Tensor, inputs: Tensor
+    rule: DeltaRule, weights: RecurrenceWeights, state: Tensor, inputs: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
     """S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T and S_t q_t (section 3.1 of the paper, whose S
     is the transpose of a state) in fp64, for each token of inputs [width - 1 + n, kept]: (output [heads, value_dim],
@@ -138,7 +138,7 @@ PASSES = [(1, 0, False), (1, 1, False), (2, 3, False), (17, 5, False), (64, 64, 
 
 
 def check_formula(
-    run: RunDeltaRule, rule: DeltaRule, dtype: torch.dtype, passes: Sequence[tuple[int, int, bool]]
+    run: RunRecurrence, rule: DeltaRule, dtype: torch.dtype, passes: Sequence[tuple[int, int, bool]]
 ) -> None:
     """Outputs, states and held inputs."""
     for number, (num_rows, count, settles) in enumerate(passes):
@@ -159,7 +159,7 @@ def check_formula(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_outputs_states_and_what_is_held_are_those_of_the_formula(
-    executor: RunDeltaRule, rule: str, dtype: torch.dtype
+    executor: RunRecurrence, rule: str, dtype: torch.dtype
 ) -> None:
     check_formula(executor, RULES[rule], dtype, PASSES)
 
@@ -188,7 +188,7 @@ def test_a_norm_of_the_rows_dtype(dtype: torch.dtype) -> None:
 NUM_TOKENS = 90
 
 
-def settled(run: RunDeltaRule, made: Scene, counts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+def settled(run: RunRecurrence, made: Scene, counts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """All outputs, and the states after each pass, of passes of so many rows that are all kept."""
     held, outputs, states, at = made.copy(), list[Tensor](), list[Tensor](), 0
     for count in counts:
@@ -199,7 +199,7 @@ def settled(run: RunDeltaRule, made: Scene, counts: Sequence[int]) -> tuple[Tens
     return torch.cat(outputs), states
 
 
-def check_bits(run: RunDeltaRule, rule: DeltaRule, dtype: torch.dtype, seeds: Sequence[int]) -> None:
+def check_bits(run: RunRecurrence, rule: DeltaRule, dtype: torch.dtype, seeds: Sequence[int]) -> None:
     """Passes of 1 to 64 rows of which some are accepted, as in speculation; the others are not numbers. Now and then
     all are accepted at once. One to three threads."""
     made = scene(rule, dtype, NUM_TOKENS)
@@ -233,7 +233,7 @@ def check_bits(run: RunDeltaRule, rule: DeltaRule, dtype: torch.dtype, seeds: Se
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_bits_are_the_same_in_any_passes_with_any_replays(
-    executor: RunDeltaRule, rule: str, dtype: torch.dtype
+    executor: RunRecurrence, rule: str, dtype: torch.dtype
 ) -> None:
     check_bits(executor, RULES[rule], dtype, range(3))
 
@@ -251,19 +251,19 @@ NUMBERS = torch.cat([NUMBERS, torch.tensor([0.0, 1e3, -1e3, 1e38, -1e38])])
 ULP = torch.finfo(torch.float32).eps
 
 
-def state_after(run: RunDeltaRule, state: float, v: Tensor, b: Tensor, a: Tensor, decay: Tensor) -> Tensor:
+def state_after(run: RunRecurrence, state: float, v: Tensor, b: Tensor, a: Tensor, decay: Tensor) -> Tensor:
     """Of heads with one token each, whose key is 1: fp64 [n]."""
     heads = len(v)
     rule = replace(ONE, num_key_heads=heads, num_heads=heads)
     last = torch.cat([torch.full((2 * heads,), 4096.0), v, torch.zeros(heads), b, a])
     taps = torch.stack([torch.zeros(rule.channels), torch.ones(rule.channels)])
-    weights = DeltaWeights(taps, decay, torch.zeros(heads), NormWeights(NORM, torch.ones(1)))
+    weights = RecurrenceWeights(taps, decay, torch.zeros(heads), NormWeights(NORM, torch.ones(1)))
     held = Held(torch.full(rule.state_shape, state), torch.zeros(1, rule.kept))
     run(rule, weights, held, last[None], Replayed(0), settles=True)
     return held.state.flatten().double()
 
 
-def test_functions_are_within_a_few_units_of_the_last_place(executor: RunDeltaRule) -> None:
+def test_functions_are_within_a_few_units_of_the_last_place(executor: RunRecurrence) -> None:
     """silu of the convolution, sigmoid of the steps, exp and softplus of the decays."""
     x, zero = NUMBERS, torch.zeros_like(NUMBERS)
     sure, never = zero + 200, zero - 200
@@ -313,13 +313,13 @@ def test_nothing_is_read_or_written_past_the_end_of_memory(name: str, rule: str,
             stack.enter_context(before_a_guard(each.contiguous()))
             for each in (*tensors, weights.time_bias, weights.norm.weight)
         )
-        guarded = DeltaWeights(taps, decay, bias, NormWeights(NORM, norm))
+        guarded = RecurrenceWeights(taps, decay, bias, NormWeights(NORM, norm))
         found = of(name)(made.rule, guarded, Held(state, inputs), rows, Replayed(2), settles=False)
     held = made.copy()
     assert torch.equal(found, of(name)(made.rule, weights, held, made.rows, Replayed(2), settles=False))
 
 
-def test_what_is_around_the_held_rows_stays(executor: RunDeltaRule) -> None:
+def test_what_is_around_the_held_rows_stays(executor: RunRecurrence) -> None:
     """Inputs may be a part of wider rows."""
     made = scene(RULES["tiny"], torch.bfloat16, 4)
     wide = pad(made.held.inputs, (5, 6), value=7.0)
@@ -357,7 +357,7 @@ BUGS = {
 }  # fmt: skip
 
 
-def with_a_bug(old: str, new: str) -> RunDeltaRule:
+def with_a_bug(old: str, new: str) -> RunRecurrence:
     source = Path(twin.__file__).read_text(encoding="utf-8")
     assert source.count(old) == 1
     module = ModuleType(twin.__name__)
@@ -378,7 +378,7 @@ def test_without_a_mistake_none_is_found() -> None:
     check_small(twin.delta_rule)
 
 
-def check_small(run: RunDeltaRule) -> None:
+def check_small(run: RunRecurrence) -> None:
     rule = replace(RULES["three value heads a key head"], key_dim=8, value_dim=9, steps=2.0, eps=1e-2)
     check_formula(run, rule, torch.float32, PASSES[:5] + PASSES[6:7])
     check_bits(run, rule, torch.float32, [1, 2])

@@ -30,7 +30,7 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
 from offload.config.model import ModelConfig
-from offload.config.names import DeltaNames, ExpertNames, NextTokenNames
+from offload.config.names import ExpertNames, NextTokenNames, RecurrenceNames
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
@@ -76,7 +76,7 @@ def plain(config: ModelConfig) -> ModelConfig:
         if found.attends:
             mixer = replace(found.attention, qk_norm=norm(found.attention.qk_norm))
         else:
-            mixer = replace(found.delta, norm=replace(found.delta.norm, fp32=False), tiled=None)
+            mixer = replace(found.recurrence, norm=replace(found.recurrence.norm, fp32=False), tiled=None)
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
         return replace(found, mixer=mixer, encodings=Encodings(), **norms)
@@ -88,7 +88,7 @@ def plain(config: ModelConfig) -> ModelConfig:
             config.names,
             body="",
             head="",
-            delta=DeltaNames(),
+            recurrence=RecurrenceNames(),
             experts=ExpertNames(),
             next_token=NextTokenNames(),
             unused=(),

@@ -56,7 +56,7 @@ def test_transformers_reads_the_file_as_the_folder(tmp_path: Path) -> None:
 def test_the_second_ranks_first_value_head_is_served_by_the_third_of_four_key_heads(
     pairs: Callable[[str], Pair],
 ) -> None:
-    delta = Shard(1, 2).config(read_config(pairs("qwen3_5 in a file, F32")[0])).delta
+    delta = Shard(1, 2).config(read_config(pairs("qwen3_5 in a file, F32")[0])).recurrence
     assert delta is not None
     assert (delta.num_heads, delta.num_key_heads, delta.key_heads) == (6, 4, (2, 3, 0, 1, 2, 3))
 

@@ -27,7 +27,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.request import GenerationRequest
 from offload.errors import SessionError
-from offload.kernels.delta import DeltaWeights
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import states as kv_states
 from offload.kv.checkpoints import thinned
 from offload.kv.kept import Kept
@@ -145,20 +145,20 @@ def files(path: Path) -> dict[str, int]:
 # The cache: a checkpoint of its length.
 
 
-Given = tuple[list[Tensor], list[DeltaWeights]]
+Given = tuple[list[Tensor], list[RecurrenceWeights]]
 
 
 @pytest.fixture(scope="module")
 def given(folder: Path) -> Given:
     """For each layer with a state the projected rows of 60 tokens, and weights."""
     generator, decoder = torch.Generator().manual_seed(4), load(folder)
-    assert decoder.config.delta is not None
-    size = sum(decoder.config.delta.parts)
+    assert decoder.config.recurrence is not None
+    size = sum(decoder.config.recurrence.parts)
     rows = [torch.randn(60, size, generator=generator) for _ in decoder.config.stateful]
-    return rows, [layer.delta for layer in decoder.weights.layers if layer.delta is not None]
+    return rows, [layer.recurrence for layer in decoder.weights.layers if layer.recurrence is not None]
 
 
-def no_weights() -> Iterator[DeltaWeights]:
+def no_weights() -> Iterator[RecurrenceWeights]:
     yield pytest.fail("weights are read")
 
 
@@ -683,9 +683,9 @@ def test_manifests_and_conditions_are_byte_for_byte_what_they_were() -> None:
 )
 def test_a_models_digest_covers_each_field_of_its_delta_rule(name: str) -> None:
     config = config_of(TINY[NAME].config())
-    assert config.delta is not None
-    value = (getattr(config.delta, name) or 0) * 2 + 1
-    other = replace(config.delta, **{name: value})  # type: ignore[arg-type]
+    assert config.recurrence is not None
+    value = (getattr(config.recurrence, name) or 0) * 2 + 1
+    other = replace(config.recurrence, **{name: value})  # type: ignore[arg-type]
     told = config.mapped(lambda block: block if block.attends else replace(block, mixer=other))
     assert model_digest(told, []) != model_digest(config, [])
 
@@ -949,8 +949,8 @@ def test_of_a_text_that_is_used_the_last_states_go_first(tmp_path: Path) -> None
 def test_the_kept_numbers_of_all_shards_are_those_of_the_whole(size: int, tiled: int | None) -> None:
     """Which numbers a rank keeps, from the rows of its projection in the whole one's."""
     config = config_of(TINY[NAME].config() | {"linear_num_key_heads": 4, "linear_num_value_heads": 8})
-    assert config.delta is not None
-    delta = replace(config.delta, tiled=tiled)
+    assert config.recurrence is not None
+    delta = replace(config.recurrence, tiled=tiled)
     whole = replace(config.mapped(lambda block: block if block.attends else replace(block, mixer=delta)))
     one = whole.layer(whole.stateful[0])
     row = torch.arange(delta.kept)
@@ -960,7 +960,7 @@ def test_the_kept_numbers_of_all_shards_are_those_of_the_whole(size: int, tiled:
     seen = torch.zeros(delta.kept, dtype=torch.long)
     for rank in range(size):
         shard = Shard(rank, size)
-        own, heads, keys = shard.config(whole).delta, shard.value_heads(one), shard.key_heads(one)
+        own, heads, keys = shard.config(whole).recurrence, shard.value_heads(one), shard.key_heads(one)
         assert own is not None
         found = kept_numbers(one, shard)
         assert len(found) == own.kept

@@ -39,8 +39,8 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels import delta as kernel
-from offload.kernels.delta import DeltaWeights
 from offload.kernels.norms import NormWeights
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import checkpoints, layer_states, states
 from offload.kv.checkpoints import Checkpoints, least_missed, places_of_prefill
 from offload.kv.draft_rows import DraftRowsCache
@@ -64,13 +64,15 @@ SIZES_LONG = Sizes(capacity=600, rows=4, prefill_block=512, page=64, pages=4)
 
 
 @functools.cache
-def weights(layer: int) -> DeltaWeights:
+def weights(layer: int) -> RecurrenceWeights:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     generator = torch.Generator().manual_seed(layer)
     norm = NormWeights(DELTA.norm, 1 + 0.2 * some(DELTA.value_dim))
-    return DeltaWeights(some(DELTA.width, DELTA.channels), -some(DELTA.num_heads).exp(), some(DELTA.num_heads), norm)
+    return RecurrenceWeights(
+        some(DELTA.width, DELTA.channels), -some(DELTA.num_heads).exp(), some(DELTA.num_heads), norm
+    )
 
 
 @functools.cache

@@ -12,9 +12,10 @@ from torch import Tensor
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
 from offload.config.block import DeltaRule, Norm
 from offload.kernels import choice
-from offload.kernels.delta import DeltaWeights, Held, Replayed, delta_rule
+from offload.kernels.delta import delta_rule
 from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.kv.layer_states import LayerStates
 from offload.model.loading import DTYPES
 from offload.speed.hardware import Hardware
@@ -68,7 +69,7 @@ def _expected(rows: Tensor) -> Tensor:
     return delta_rule(DELTA, _weights(torch.device("cpu")), held, rows.float(), Replayed(0), settles=True)
 
 
-def _weights(device: torch.device) -> DeltaWeights:
+def _weights(device: torch.device) -> RecurrenceWeights:
     vectors = (
         _random(DELTA.width, DELTA.channels, seed=2) / 2,
         -_random(DELTA.num_heads, seed=3).exp(),
@@ -76,7 +77,7 @@ def _weights(device: torch.device) -> DeltaWeights:
         1 + _random(DELTA.value_dim, seed=5) / 4,
     )
     taps, decay, time_bias, norm = (each.to(device) for each in vectors)
-    return DeltaWeights(taps, decay, time_bias, NormWeights(DELTA.norm, norm))
+    return RecurrenceWeights(taps, decay, time_bias, NormWeights(DELTA.norm, norm))
 
 
 def _random(*shape: int, seed: int) -> Tensor:

@@ -158,7 +158,8 @@ class DeltaRule:
         return self.num_heads, self.key_dim, self.value_dim
 
 
-Mixer = Attention | DeltaRule
+Recurrence = DeltaRule  # the mixers with a recurrent state
+Mixer = Attention | Recurrence
 
 
 @dataclass(frozen=True)
@@ -278,9 +279,9 @@ class Block:
         return self.mixer
 
     @property
-    def delta(self) -> DeltaRule:
+    def recurrence(self) -> Recurrence:
         """The mixer of a layer with a state."""
-        assert isinstance(self.mixer, DeltaRule), "a layer that attends has no state"
+        assert not isinstance(self.mixer, Attention), "a layer that attends has no state"
         return self.mixer
 
     @property

@@ -22,7 +22,7 @@ from offload.config.gguf_layers import KV_HEADS
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
-from offload.config.names import DeltaNames
+from offload.config.names import RecurrenceNames
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 
@@ -41,7 +41,7 @@ def gguf_config(header: Header) -> ModelConfig:
         config = with_rope(config, neighbours=architecture.neighbours)
     if architecture.has_one:
         config = _with_one(config)
-    if config.delta is not None:
+    if config.recurrence is not None:
         config = _with_states(config, header, tiled=architecture.tiled)
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
@@ -192,11 +192,11 @@ def _with_states(config: ModelConfig, header: Header, *, tiled: bool) -> ModelCo
     older ones of Qwen3-Next have all four in one, as folders do."""
 
     def block(found: Block) -> Block:
-        if found.attends or not tiled or found.delta.num_heads == found.delta.num_key_heads:
+        if found.attends or not tiled or found.recurrence.num_heads == found.recurrence.num_key_heads:
             return found
-        return replace(found, mixer=replace(found.delta, tiled=0))
+        return replace(found, mixer=replace(found.recurrence, tiled=0))
 
-    own, is_old = config.names.delta, any(name.endswith(JOINED_STATES) for name in header.tensors)
-    parts = own.parts if is_old else (*DeltaNames().parts[:4], *own.parts[4:])
-    names = replace(config.names, delta=replace(own, parts=parts, is_log=False))
+    own, is_old = config.names.recurrence, any(name.endswith(JOINED_STATES) for name in header.tensors)
+    parts = own.parts if is_old else (*RecurrenceNames().parts[:4], *own.parts[4:])
+    names = replace(config.names, recurrence=replace(own, parts=parts, is_log=False))
     return replace(config.mapped(block), names=names)

@@ -17,11 +17,11 @@ from offload.config.block import (
     FACTOR_BYTES,
     Attention,
     Block,
-    DeltaRule,
     Encodings,
     Experts,
     FeedForward,
     Norm,
+    Recurrence,
 )
 from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices
 from offload.config.names import TensorNames
@@ -165,9 +165,9 @@ class ModelConfig:
         return tuple(at for at, block in enumerate(self.blocks) if not block.attends)
 
     @property
-    def delta(self) -> DeltaRule | None:
+    def recurrence(self) -> Recurrence | None:
         """The mixer of the layers with a state."""
-        return self.blocks[self.stateful[0]].delta if self.stateful else None
+        return self.blocks[self.stateful[0]].recurrence if self.stateful else None
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -389,7 +389,7 @@ class ModelConfig:
 
     def state_bytes(self) -> int:
         """Bytes of the states of all layers that have one, in fp32."""
-        return 0 if self.delta is None else 4 * len(self.stateful) * math.prod(self.delta.state_shape)
+        return 0 if self.recurrence is None else 4 * len(self.stateful) * math.prod(self.recurrence.state_shape)
 
     def window_kv_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the keys and values of a token in a layer with a window; 0 if there is none."""

@@ -8,8 +8,8 @@ from offload.config.block import Block
 
 
 @dataclass(frozen=True)
-class DeltaNames:
-    """The tensor names of a delta rule within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
+class RecurrenceNames:
+    """The tensor names of a recurrence within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
     of one name are rows of one tensor, and so are taps: of queries, keys and values. grouped: names of tensors in which
     each key head has its rows of all these parts together. is_log: decays are stored as A_log."""
 
@@ -98,7 +98,7 @@ class TensorNames:
     k_norm: str = "self_attn.k_norm"
     gate: str = "self_attn.gate_proj"
     sink_logits: str = "self_attn.sinks"
-    delta: DeltaNames = DeltaNames()
+    recurrence: RecurrenceNames = RecurrenceNames()
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
     unused: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     if block.attends:
         attention = block.attention
         return ({"sink_logits": (attention.num_heads,)} if attention.sink_logits else {}) | router
-    delta = block.delta
+    delta = block.recurrence
     return {
         "taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,), **router,
     }  # fmt: skip

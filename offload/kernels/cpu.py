@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import native
+from offload.config.block import DeltaRule
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
@@ -67,7 +68,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
         attention=partial(_attention, own),
         multiply_stored=partial(_multiply_stored, own),
         decode_stored=partial(_decode_stored, own),
-        delta_rule=partial(delta_cpu.delta_rule, kernels=own),
+        recurrences={DeltaRule: partial(delta_cpu.delta_rule, kernels=own)},
         experts=partial(experts_cpu.run_experts, kernels=own),
         quantise=partial(quantised.encode, kernels=own),
         quantise_kv=partial(quantised_kv.encode, kernels=own),

@@ -1,4 +1,4 @@
-"""The gated delta rule by torch's operators, and what is held of a layer's tokens (docs/design.md).
+"""The gated delta rule by torch's operators, see `kernels.recurrence`.
 
 Each token after the other, in fp32: a state does not depend on which tokens ran together, in a pass or in a prefill.
 """
@@ -6,64 +6,18 @@ Each token after the other, in fp32: a state does not depend on which tokens ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offload.config.block import DeltaRule
-from offload.kernels.norms import NormWeights
-
-
-@dataclass(frozen=True)
-class DeltaWeights:
-    """The vectors of a layer's delta rule, fp32. taps: of the convolution [width, channels], oldest first. decay: by
-    head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm: of each head's output."""
-
-    taps: Tensor
-    decay: Tensor
-    time_bias: Tensor
-    norm: NormWeights
-
-
-@dataclass(frozen=True)
-class Held:
-    """The state and the inputs that are held of one layer's tokens. state: [heads, key_dim, value_dim] fp32, after the
-    tokens up to some place. inputs: [width - 1 + M, kept] in the dtype of projected rows: without their gates, the rows
-    of the last width - 1 tokens before that place, then the rows of the tokens after it."""
-
-    state: Tensor
-    inputs: Tensor
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The tokens between the state's place and the first new row. count: their number. there: the same, int64 [1] on
-    the GPU, from where a graph reads it; None elsewhere."""
-
-    count: int
-    there: Tensor | None = None
-
-
-class RunDeltaRule(Protocol):
-    """The delta rule over new rows. rows: projected, [T, sum(parts)]. Returns the normed and gated output [T, out_size]
-    in their dtype.
-
-    The replayed tokens, whose rows are in `held`, bring the state to the first new row's place. settles: the state is
-    then brought past the new rows, too, and their last width - 1 are what is held of them; else `held` has all of
-    them, T <= M.
-    """
-
-    def __call__(
-        self, delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
-    ) -> Tensor: ...
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 
 
 def delta_rule(
-    delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
+    delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
-    """`RunDeltaRule` by torch's operators, one token after the other, in fp32."""
+    """`RunRecurrence` by torch's operators, one token after the other, in fp32."""
     before, count = delta.width - 1, replayed.count
     new, gates = _without_gates(delta, rows)
     for _ in _advanced(delta, weights, held.state, held.inputs[: before + count]):
@@ -83,7 +37,7 @@ def _without_gates(delta: DeltaRule, rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([mixed, others], 1), gates.unflatten(1, (delta.num_heads, -1))
 
 
-def _advanced(delta: DeltaRule, weights: DeltaWeights, state: Tensor, inputs: Tensor) -> Iterator[Tensor]:
+def _advanced(delta: DeltaRule, weights: RecurrenceWeights, state: Tensor, inputs: Tensor) -> Iterator[Tensor]:
     """Bring `state` past the tokens of `inputs` [width - 1 + T, kept], in place: each token's output [heads,
     value_dim]."""
     count, (heads, key_dim, value_dim) = len(inputs) - delta.width + 1, delta.state_shape

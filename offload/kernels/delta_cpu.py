@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.config.block import DeltaRule
-from offload.kernels.delta import DeltaWeights, Held, Replayed
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.interface import DTYPES, Delta, Library
 
 _MOST_WIDTH = 8  # of the convolution, as in native/delta_rows.h
@@ -21,7 +21,7 @@ _spare: dict[int, Tensor] = {}  # scratch for so many threads, kept for the next
 
 def delta_rule(
     delta: DeltaRule,
-    weights: DeltaWeights,
+    weights: RecurrenceWeights,
     held: Held,
     rows: Tensor,
     replayed: Replayed,
@@ -29,7 +29,7 @@ def delta_rule(
     settles: bool,
     kernels: Library,
 ) -> Tensor:
-    """See `kernels.delta.RunDeltaRule`. The state is contiguous; rows and inputs may have rows of any stride."""
+    """See `kernels.recurrence.RunRecurrence`. The state is contiguous; rows and inputs may have rows of any stride."""
     out = rows.new_empty(len(rows), delta.out_size)
     structure = _structure(delta, weights, held, rows, out, replayed.count, settles=settles)
     threads = torch.get_num_threads()
@@ -44,7 +44,7 @@ def delta_rule(
 
 
 def _structure(
-    delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, out: Tensor, count: int, *, settles: bool
+    delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, out: Tensor, count: int, *, settles: bool
 ) -> Delta:
     norm, before = weights.norm, delta.width - 1
     vectors = (weights.taps, weights.decay, weights.time_bias)

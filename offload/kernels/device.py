@@ -5,24 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import Activation
+from offload.config.block import Activation, DeltaRule, Recurrence
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
-from offload.kernels.delta import RunDeltaRule, delta_rule
+from offload.kernels.delta import delta_rule
 from offload.kernels.experts import RunExperts
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
+from offload.kernels.recurrence import RunRecurrence
 from offload.kernels.runs import RunAttention
 
 
@@ -115,8 +116,8 @@ class DeviceKernels:
     decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix
     # See `kernels.activation.gated`.
     gated: Gated = gated
-    # See `kernels.delta.RunDeltaRule`.
-    delta_rule: RunDeltaRule = delta_rule
+    # By the kind of the recurrence: see `kernels.recurrence.RunRecurrence`.
+    recurrences: Mapping[type[Recurrence], RunRecurrence[Any]] = field(default_factory=lambda: {DeltaRule: delta_rule})
     # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
     experts: RunExperts | None = None
     # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.

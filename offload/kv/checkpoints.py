@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offload.config.block import DeltaRule
+from offload.config.block import Recurrence
 from offload.transfer.memory import Memory
 
 PURPOSE = "state checkpoints"
@@ -29,11 +29,13 @@ class Checkpoints:
     dropped whose neighbours are nearest to each other, measured by the distance from the end, see `least_missed`. So
     any place can be reached by running again no more than about twice as many tokens as follow it."""
 
-    def __init__(self, memory: Memory, delta: DeltaRule, *, num_layers: int, dtype: torch.dtype, most: int) -> None:
+    def __init__(
+        self, memory: Memory, recurrence: Recurrence, *, num_layers: int, dtype: torch.dtype, most: int
+    ) -> None:
         """most: checkpoints, 2 or more."""
         self._memory, self._held = memory, dict[int, int]()  # slot by place
-        self._states = self._allocate((most, num_layers, *delta.state_shape), torch.float32)
-        self._tails = self._allocate((most, num_layers, delta.width - 1, delta.kept), dtype)
+        self._states = self._allocate((most, num_layers, *recurrence.state_shape), torch.float32)
+        self._tails = self._allocate((most, num_layers, recurrence.width - 1, recurrence.kept), dtype)
         self._new: dict[int, int] = {}  # slots of the prefill under way, by place
         self._noted = set[tuple[int, int]]()  # places and layers of it
         self._num_layers = num_layers

@@ -8,9 +8,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from offload.config.block import DeltaRule
-from offload.kernels.delta import DeltaWeights, Held, Replayed
+from offload.config.block import Recurrence
 from offload.kernels.device import DeviceKernels
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.transfer.memory import Memory, sent_to
 
 PURPOSE = "states"
@@ -27,7 +27,7 @@ class LayerStates:
     def __init__(
         self,
         memory: Memory,
-        delta: DeltaRule,
+        recurrence: Recurrence,
         *,
         num_layers: int,
         rows: int,
@@ -35,10 +35,10 @@ class LayerStates:
         kernels: DeviceKernels,
     ) -> None:
         """rows: M, of the usual pass; a longer one gets more room."""
-        self.delta, self.bases = delta, [0] * num_layers
-        self._memory, self._run = memory, kernels.delta_rule
-        self.states = self._allocate((num_layers, *delta.state_shape), torch.float32)
-        self.inputs = self._allocate((num_layers, delta.width - 1 + rows, delta.kept), dtype)
+        self.recurrence, self.bases = recurrence, [0] * num_layers
+        self._memory, self._run = memory, kernels.recurrences[type(recurrence)]
+        self.states = self._allocate((num_layers, *recurrence.state_shape), torch.float32)
+        self.inputs = self._allocate((num_layers, recurrence.width - 1 + rows, recurrence.kept), dtype)
         self._number, self._alike = next(_numbers), True
         self._begun: int | None = None  # where the pass under way began, while it may be a graph's
         self._there: Tensor | None = None
@@ -58,12 +58,12 @@ class LayerStates:
             sent_to(self._there, torch.tensor([start - self.place]))
             self._begun = start
 
-    def run(self, layer: int, start: int, rows: Tensor, weights: DeltaWeights, *, settles: bool) -> Tensor:
+    def run(self, layer: int, start: int, rows: Tensor, weights: RecurrenceWeights, *, settles: bool) -> Tensor:
         """The output of rows at place `start` and on. settles: states pass them."""
         held = Held(self.states[layer], self.inputs[layer])
         there = self._there if self._alike and not settles else None
         replayed = Replayed(start - self.bases[layer], there)
-        out = self._run(self.delta, weights, held, rows, replayed, settles=settles)
+        out = self._run(self.recurrence, weights, held, rows, replayed, settles=settles)
         if self._there is not None and torch.cuda.is_current_stream_capturing():
             return out  # nothing ran yet
         self._begun = None
@@ -78,12 +78,12 @@ class LayerStates:
         """Set the place of each layer's state, by layer."""
         self.bases, self._begun = bases, None
 
-    def settled(self, layer: int, place: int, weights: DeltaWeights) -> Held:
+    def settled(self, layer: int, place: int, weights: RecurrenceWeights) -> Held:
         """A copy of a layer's state and inputs, with the state moved to `place`, the end of the tokens whose inputs are
         held."""
         held = Held(self.states[layer].clone(), self.inputs[layer].clone())
-        nothing = self.inputs.new_empty(0, sum(self.delta.parts))
-        self._run(self.delta, weights, held, nothing, Replayed(place - self.bases[layer]), settles=True)
+        nothing = self.inputs.new_empty(0, sum(self.recurrence.parts))
+        self._run(self.recurrence, weights, held, nothing, Replayed(place - self.bases[layer]), settles=True)
         return held
 
     def set_layer(self, layer: int, place: int, state: Tensor, tail: Tensor) -> None:
@@ -94,7 +94,7 @@ class LayerStates:
 
     def tails(self) -> Tensor:
         """The inputs of the last tokens before the states' places, [L, width - 1, kept]."""
-        return self.inputs[:, : self.delta.width - 1]
+        return self.inputs[:, : self.recurrence.width - 1]
 
     def set(self, place: int, states: Tensor, tails: Tensor) -> None:
         """Take over states at `place`."""
@@ -108,7 +108,7 @@ class LayerStates:
         held = length - min(other.bases)
         self._reserve(held)
         self.states.copy_(other.states)
-        used = self.delta.width - 1 + held
+        used = self.recurrence.width - 1 + held
         self.inputs[:, :used] = other.inputs[:, :used]
         self.known([base + moved for base in other.bases])
 
@@ -130,7 +130,7 @@ class LayerStates:
 
     def _reserve(self, num_rows: int) -> None:
         """Have room for the inputs of so many rows."""
-        missing, old = self.delta.width - 1 + num_rows - self.inputs.shape[1], self.inputs
+        missing, old = self.recurrence.width - 1 + num_rows - self.inputs.shape[1], self.inputs
         if missing > 0:
             self.inputs = self._allocate((len(old), old.shape[1] + missing, old.shape[2]), old.dtype)
             self.inputs[:, : old.shape[1]] = old

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from offload.config.model import ModelConfig
-from offload.kernels.delta import DeltaWeights
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import Cache, Phase
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.window import WindowCache
@@ -49,7 +49,7 @@ class MixedCache:
         cache, at = self._places[layer]
         return cache.attend(at, q, k, v)
 
-    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         assert self.states is not None, "a model with states has a cache of them"
         return self.states.recur(self._stateful[layer], rows, weights)
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from offload.config.model import ModelConfig
-from offload.kernels.delta import DeltaWeights
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import Phase
 from offload.kv.checkpoints import Checkpoint, Checkpoints, places_of_prefill
 from offload.kv.layer_states import LayerStates
 from offload.kv.parts import PlacedPart, Shapes, Split, Unit
 from offload.plan.shards import Shard
 from offload.plan.sizing import PREFILL_BLOCK
-from offload.weights.tensors import delta_rows
+from offload.weights.tensors import recurrence_rows
 
 _GATE = 3  # of `DeltaRule.parts`: later states do not depend on it
 
@@ -35,7 +35,7 @@ class StateCache(PlacedPart):
         layers: LayerStates,
         checkpoints: Checkpoints,
         *,
-        weights: Callable[[], Iterable[DeltaWeights]],
+        weights: Callable[[], Iterable[RecurrenceWeights]],
         block: int = PREFILL_BLOCK,
     ) -> None:
         """weights: gives those of the layers, in order; where they stream they cross the link then. block: rows of a
@@ -60,7 +60,7 @@ class StateCache(PlacedPart):
         else:
             self.layers.begin(self.length, num_rows)
 
-    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         """See `MixRows`; layers are those with a state. In phase "decode" all of the forward's rows come in one
         call."""
         start = self._start + self._taken[layer]
@@ -109,13 +109,16 @@ class StateCache(PlacedPart):
         self.checkpoints.begin([self.length])
         for layer, own in enumerate(self.weights()):
             held = self.layers.settled(layer, self.length, own)
-            self.checkpoints.note(self.length, layer, held.state, held.inputs[: self.layers.delta.width - 1])
+            self.checkpoints.note(self.length, layer, held.state, held.inputs[: self.layers.recurrence.width - 1])
         self.checkpoints.commit()
 
     def shapes(self, unit: Unit) -> Shapes:
-        delta, num_layers = self.layers.delta, len(self.layers.bases)
-        tails = (num_layers, delta.width - 1, delta.kept)
-        return {"states": ((num_layers, *delta.state_shape), torch.float32), "tails": (tails, self.layers.inputs.dtype)}
+        recurrence, num_layers = self.layers.recurrence, len(self.layers.bases)
+        tails = (num_layers, recurrence.width - 1, recurrence.kept)
+        return {
+            "states": ((num_layers, *recurrence.state_shape), torch.float32),
+            "tails": (tails, self.layers.inputs.dtype),
+        }
 
     @property
     def places(self) -> Sequence[int]:
@@ -147,8 +150,11 @@ class StateCache(PlacedPart):
     def splits(self, whole: ModelConfig, shards: Sequence[Shard]) -> Sequence[Split]:
         alike = whole.layer(whole.stateful[0])
         heads = [shard.value_heads(alike) for shard in shards]
-        delta, kept = alike.block.delta, [kept_numbers(alike, shard) for shard in shards]
-        return [Split(1, delta.num_heads, [slice(own.start, own.stop) for own in heads]), Split(2, delta.kept, kept)]
+        recurrence, kept = alike.block.recurrence, [kept_numbers(alike, shard) for shard in shards]
+        return [
+            Split(1, recurrence.num_heads, [slice(own.start, own.stop) for own in heads]),
+            Split(2, recurrence.kept, kept),
+        ]
 
     def release(self) -> None:
         """The cache is not used again."""
@@ -163,7 +169,7 @@ class StateCache(PlacedPart):
     def nbytes(self) -> int:
         return self.layers.nbytes() + self.checkpoints.nbytes()
 
-    def _settle(self, layer: int, rows: Tensor, weights: DeltaWeights) -> None:
+    def _settle(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> None:
         """Bring a layer's state to the prefill's first row: its place is a checkpoint."""
         self.layers.run(layer, self._start, rows[:0], weights, settles=True)
         self._note(layer)
@@ -216,8 +222,8 @@ class DraftStates:
         self._length = start
         layers.begin(start, num_rows)
 
-    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
-        """The delta rule's output for drafted rows, which no state passes: each of them can be forgotten. See
+    def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
+        """The recurrence rule's output for drafted rows, which no state passes: each of them can be forgotten. See
         `MixRows`."""
         return self.layers.run(layer, self._length, rows, weights, settles=False)
 
@@ -242,7 +248,7 @@ def kept_numbers(whole: ModelConfig, shard: Shard) -> Tensor:
     """The indices, among the numbers that are kept of a projected row of all heads, of those that a shard keeps: int64
     [kept of the shard]. whole: the config of a layer with a state."""
     found, first = [], 0
-    for part, (size, rows) in enumerate(zip(whole.block.delta.parts, delta_rows(whole, shard), strict=True)):
+    for part, (size, rows) in enumerate(zip(whole.block.recurrence.parts, recurrence_rows(whole, shard), strict=True)):
         if part != _GATE:
             found.append(first + torch.arange(rows.start, rows.stop))
             first += size

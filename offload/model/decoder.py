@@ -19,9 +19,9 @@ from torch.nn.functional import rms_norm
 from offload.config.model import ModelConfig
 from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
-from offload.kernels.delta import DeltaWeights
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.experts import RunExperts
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rows import products_alike
 from offload.kv import Cache
 from offload.model.heads import norms_over_ranks
@@ -258,6 +258,6 @@ class _Caches:
         own = zip(q.split(self._counts), k.split(self._counts), v.split(self._counts), strict=True)
         return torch.cat([each.attend(layer, *rows) for each, rows in zip(self._caches, own, strict=True)])
 
-    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         own = zip(self._caches, rows.split(self._counts), strict=True)
         return torch.cat([_mixing(each).recur(layer, some, weights) for each, some in own])

@@ -13,11 +13,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block, DeltaRule, Experts
-from offload.kernels.delta import DeltaWeights
+from offload.config.block import Activation, Attention, Block, Experts, Recurrence
 from offload.kernels.experts import Mixture
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.model.sums import Sums
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
@@ -35,7 +35,7 @@ class MixRows(Protocol):
         """q [T, H, D], k and v [T, H_kv, D] -> [T, H * D], contiguous."""
         ...
 
-    def recur(self, layer: int, rows: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         """Projected rows of a layer with a state, [T, outputs] -> [T, out_size], contiguous."""
         ...
 
@@ -65,10 +65,10 @@ class Attend:
 
 @dataclass(frozen=True)
 class Recur:
-    """A delta rule: mixed = its output for the rows in qkv, with the states of their sequences."""
+    """A recurrence: mixed = its output for the rows in qkv, with the states of their sequences."""
 
-    delta: DeltaRule
-    weights: DeltaWeights
+    recurrence: Recurrence
+    weights: RecurrenceWeights
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,11 @@ LayerStep = Product | Attend | Recur | Mix | Join | Add | Scale
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
     """The steps of a layer. alone: one rank has the whole model, so products can be added to x without a sum over
     ranks."""
-    mixer = Recur(block.delta, weights.delta) if weights.delta is not None else Attend(block.attention, weights)
+    mixer = (
+        Recur(block.recurrence, weights.recurrence)
+        if weights.recurrence is not None
+        else Attend(block.attention, weights)
+    )
     mix = [
         Product("x", weights.qkv, "qkv", weights.before_attention),
         mixer,

@@ -38,11 +38,11 @@ class Shard:
 
     def value_heads(self, whole: ModelConfig) -> range:
         """The rank's value heads in a layer with a state."""
-        return self._part(whole.block.delta.num_heads)
+        return self._part(whole.block.recurrence.num_heads)
 
     def key_heads(self, whole: ModelConfig) -> range:
         """The key heads that serve them: all where neighbours serve neighbouring value heads."""
-        delta = whole.block.delta
+        delta = whole.block.recurrence
         return self._part(delta.num_key_heads) if delta.tiled is None else range(delta.num_key_heads)
 
     def inner(self, whole: ModelConfig) -> range:
@@ -90,7 +90,7 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
     if not all(_divides(kind, num_ranks) for kind in kinds):
         usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
         kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds if kind.block.attends)))
-        states = f", {_delta_heads(config.delta)} heads with a state" if config.delta is not None else ""
+        states = f", {_delta_heads(config.recurrence)} heads with a state" if config.recurrence is not None else ""
         raise UsageError(
             f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads{states} and "
             f"{_rows(config)} feed-forward rows of the model{_in_blocks(config)} do not divide so; "

@@ -36,5 +36,9 @@ def num_checkpoints(config: ModelConfig, itemsize: int, num_sequences: int) -> i
 
 def _inputs(config: ModelConfig, num_rows: int, itemsize: int) -> int:
     """Bytes of the inputs of `num_rows` tokens, and of those before them that the convolution reads."""
-    delta = config.delta
-    return 0 if delta is None else len(config.stateful) * (delta.width - 1 + num_rows) * delta.kept * itemsize
+    recurrence = config.recurrence
+    return (
+        0
+        if recurrence is None
+        else len(config.stateful) * (recurrence.width - 1 + num_rows) * recurrence.kept * itemsize
+    )

@@ -69,9 +69,9 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
 
 def _of_states(config: ModelConfig) -> dict[str, int]:
     """The identity's fields of layers with a state."""
-    if (delta := config.delta) is None:
+    if (recurrence := config.recurrence) is None:
         return {}
-    values = (len(config.stateful), *delta.state_shape, delta.width - 1, delta.kept)
+    values = (len(config.stateful), *recurrence.state_shape, recurrence.width - 1, recurrence.kept)
     return dict(zip(STATE_FIELDS, values, strict=True))
 
 

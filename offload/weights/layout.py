@@ -17,9 +17,9 @@ from offload.config.vectors import layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
-from offload.kernels.delta import DeltaWeights
 from offload.kernels.experts import Router
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
@@ -34,8 +34,8 @@ _FACTOR = "factor"
 @dataclass(frozen=True)
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
-    output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. delta: of a layer
-    with a state. router: of a layer with experts."""
+    output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
+    layer with a state. router: of a layer with experts."""
 
     qkv: Linear
     o: Linear
@@ -53,16 +53,16 @@ class LayerWeights:
     after_experts: NormWeights | None = None
     after_network: NormWeights | None = None
     factor: Tensor | None = None
-    delta: DeltaWeights | None = None
+    recurrence: RecurrenceWeights | None = None
     router: Router | None = None
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
         norms = [norm for name in NORMS if (norm := getattr(self, name)) is not None]
         found = [getattr(self, name).bias for name in OPERATORS]
-        if self.delta is not None:
-            norms.append(self.delta.norm)
-            found += [getattr(self.delta, name) for name in VECTORS]
+        if self.recurrence is not None:
+            norms.append(self.recurrence.norm)
+            found += [getattr(self.recurrence, name) for name in VECTORS]
         found += [each for norm in norms for each in (norm.weight, norm.bias)]
         if self.router is not None:
             found += [self.router.matrix, self.router.bias, self.router.scale]
@@ -160,15 +160,15 @@ class LayerLayout:
         tensors = self.tensors(buffer)
         operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
-        delta = None
+        recurrence = None
         if (own := norms.pop("out_norm", None)) is not None:
-            delta = DeltaWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
+            recurrence = RecurrenceWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
         named = {name: norms.get(name) for name in NORMS}
         router = None
         if (matrix := tensors.get("router")) is not None:
             bias, scale = tensors.get("router_bias"), tensors.get("router_scale")
             router = Router(matrix, bias, scale, named["before_router"])
-        others = {"factor": tensors.get(_FACTOR), "delta": delta, "router": router}
+        others = {"factor": tensors.get(_FACTOR), "recurrence": recurrence, "router": router}
         return LayerWeights(**operators, **named, **others)  # type: ignore[arg-type]
 
     @property

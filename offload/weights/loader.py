@@ -59,7 +59,7 @@ def load_layer(
             target.fill_(1)
         elif norm is not None and norm.plus_one and not name.endswith(".bias"):
             target += 1
-        elif name == "decay" and whole.names.delta.is_log:
+        elif name == "decay" and whole.names.recurrence.is_log:
             target.exp_().neg_()
 
 

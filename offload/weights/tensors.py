@@ -61,7 +61,7 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if norms[operator][1].weightless:
         return []
     if operator == "out_norm":
-        return [Source(f"{names.delta.norm}.weight", range(whole.block.delta.value_dim))]
+        return [Source(f"{names.recurrence.norm}.weight", range(whole.block.recurrence.value_dim))]
     if operator == "before_router":
         return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
@@ -118,7 +118,7 @@ def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
 
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
-        yield from _of_parts(whole, whole.names.delta.parts, delta_rows(whole, shard))
+        yield from _of_parts(whole, whole.names.recurrence.parts, recurrence_rows(whole, shard))
         return
     attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
@@ -151,13 +151,13 @@ def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]
     if whole.block.attends:
         mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
     else:
-        mixer = whole.names.delta.out, _times(shard.value_heads(whole), whole.block.delta.value_dim)
+        mixer = whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
     return {"o": mixer, "down": (whole.names.network(whole.block)[2], shard.inner(whole))}
 
 
-def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
+def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:
     """The shard's rows of each of `DeltaRule.parts`, within that part."""
-    delta, heads = whole.block.delta, shard.value_heads(whole)
+    delta, heads = whole.block.recurrence, shard.value_heads(whole)
     keys, values = _times(shard.key_heads(whole), delta.key_dim), _times(heads, delta.value_dim)
     return [keys, keys, values, values, heads, heads]
 
@@ -165,7 +165,7 @@ def delta_rows(whole: ModelConfig, shard: Shard) -> list[range]:
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:
     """The rows of each part of a delta rule; parts of one name are in one tensor, one after the other, or one after the
     other for each key head."""
-    delta, grouped = whole.block.delta, whole.names.delta.grouped
+    delta, grouped = whole.block.recurrence, whole.names.recurrence.grouped
     parts = [*zip(names, delta.parts, strict=False)]
     for at, (name, size) in enumerate(parts):
         groups = delta.num_key_heads if name in grouped else 1
@@ -179,10 +179,10 @@ def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -
 
 def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
     """The sources of a delta rule's vectors; of its taps each row is a channel's."""
-    names, delta = whole.names.delta, whole.block.delta
+    names, delta = whole.names.recurrence, whole.block.recurrence
     if vector != "taps":
         return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
-    found = _of_parts(whole, names.taps, delta_rows(whole, shard))
+    found = _of_parts(whole, names.taps, recurrence_rows(whole, shard))
     return [replace(part, name=f"{part.name}.weight", columns=range(delta.width)) for part in found]
 
 

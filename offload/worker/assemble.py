@@ -10,9 +10,9 @@ from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
 from offload.kernels.cpu import CpuKernels, fitting, of_model
-from offload.kernels.delta import DeltaWeights
 from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import Scoring, ScoringWeights, scorings
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
@@ -77,14 +77,14 @@ def window_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: OfLay
 def state_cache(plan: Plan, target: Decoder, memory: Memory) -> StateCache | None:
     """The states of the target's layers that have one, or of a shard's; None without such layers."""
     config = target.config
-    if config.delta is None:
+    if config.recurrence is None:
         return None
 
-    def weights() -> Iterator[DeltaWeights]:
-        return (layer.delta for layer in target.weights.layers if layer.delta is not None)
+    def weights() -> Iterator[RecurrenceWeights]:
+        return (layer.recurrence for layer in target.weights.layers if layer.recurrence is not None)
 
     dtype, most = DTYPES[plan.request.dtype], plan.placement.checkpoints
-    kept = Checkpoints(memory, config.delta, num_layers=len(config.stateful), dtype=dtype, most=most)
+    kept = Checkpoints(memory, config.recurrence, num_layers=len(config.stateful), dtype=dtype, most=most)
     states = _layer_states(plan, config, memory)
     return StateCache(states, kept, weights=weights, block=plan.placement.prefill_block)
 
@@ -115,10 +115,10 @@ def _slack(plan: Plan) -> int:
 
 
 def _layer_states(plan: Plan, config: ModelConfig, memory: Memory) -> LayerStates:
-    assert config.delta is not None
+    assert config.recurrence is not None
     return LayerStates(
         memory,
-        config.delta,
+        config.recurrence,
         num_layers=len(config.stateful),
         rows=held_rows(plan.composition, plan.placement.rows),
         dtype=DTYPES[plan.request.dtype],

@@ -317,7 +317,7 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
     windows, states = None, None
     if config.windowed:
         windows = _windows(decoder, sizes, undo)
-    if config.delta is not None:
+    if config.recurrence is not None:
         states = state_cache(decoder)
     return MixedCache(config, full, windows, states, drafts=False) if windows or states else full
 
@@ -337,13 +337,13 @@ def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
 def state_cache(decoder: Decoder, *, rows: int = 16, most: int = 4) -> StateCache:
     """rows: inputs that are held. most: checkpoints."""
     config, dtype, memory = decoder.config, decoder.weights.embedding.dtype, Memory(torch.device("cpu"))
-    assert config.delta is not None
+    assert config.recurrence is not None
     num_layers = len(config.stateful)
     layers = LayerStates(
-        memory, config.delta, num_layers=num_layers, rows=rows, dtype=dtype, kernels=kernels_of(decoder)
+        memory, config.recurrence, num_layers=num_layers, rows=rows, dtype=dtype, kernels=kernels_of(decoder)
     )
-    kept = Checkpoints(memory, config.delta, num_layers=num_layers, dtype=dtype, most=most)
-    weights = [layer.delta for layer in decoder.weights.layers if layer.delta is not None]
+    kept = Checkpoints(memory, config.recurrence, num_layers=num_layers, dtype=dtype, most=most)
+    weights = [layer.recurrence for layer in decoder.weights.layers if layer.recurrence is not None]
     return StateCache(layers, kept, weights=lambda: weights)
 
 

@@ -9,20 +9,23 @@ from offload.config.block import Norm
 from offload.config.families.common import NAMES_AFTER, Defaults, Family, biases, decoder, epsilon, norms_after
 from offload.config.families.states import read_delta_rule, stateful_layers, with_states
 from offload.config.model import ModelConfig
-from offload.config.names import DeltaNames
+from offload.config.names import RecurrenceNames
 from offload.fields import Fields
 
 _PERIOD = 4  # every so many layers one attends
 _NEGATIVE = "linear_allow_neg_eigval"  # steps up to 2
 _LAYER = "linear_attn."
-_STATES = DeltaNames(
+_STATES = RecurrenceNames(
     parts=tuple(f"{_LAYER}{letter}_proj" for letter in "qkvgba"),
     taps=tuple(f"{_LAYER}{letter}_conv1d" for letter in "qkv"),
     out=f"{_LAYER}o_proj",
     norm=f"{_LAYER}o_norm",
 )
 _NAMES = replace(
-    NAMES_AFTER, before_attention="attention_layer_norm", before_feed_forward="feedforward_layer_norm", delta=_STATES
+    NAMES_AFTER,
+    before_attention="attention_layer_norm",
+    before_feed_forward="feedforward_layer_norm",
+    recurrence=_STATES,
 )
 
 

@@ -7,7 +7,7 @@ from offload.config.families import qwen3_5, qwen3_5_moe
 from offload.config.families.common import Defaults, Family
 from offload.config.families.experts import NORMED
 from offload.config.model import ModelConfig
-from offload.config.names import DeltaNames
+from offload.config.names import RecurrenceNames
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 
@@ -15,7 +15,7 @@ _DEFAULTS = Defaults(
     kv_heads=2, head_dim=256, derives_head_dim=False, max_positions=32768, rope=RopeDefaults(partial=0.25)
 )
 _QKVZ, _BA = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
-_STATES = DeltaNames(parts=(*(_QKVZ,) * 4, *(_BA,) * 2), grouped=(_QKVZ, _BA))
+_STATES = RecurrenceNames(parts=(*(_QKVZ,) * 4, *(_BA,) * 2), grouped=(_QKVZ, _BA))
 _HEADS = "num_nextn_predict_layers"
 
 

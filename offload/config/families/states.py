@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from offload.config.block import DeltaRule, Norm
+from offload.config.block import DeltaRule, Norm, Recurrence
 from offload.config.families.windows import FULL
 from offload.config.model import ModelConfig
 from offload.fields import Fields
@@ -48,9 +48,10 @@ def stateful_layers(source: Fields, period_key: str, period: int) -> list[int]:
     return source.refuse("layer_types", f"{FULL} in one layer at least") if len(found) == count else found
 
 
-def with_states(config: ModelConfig, delta: DeltaRule, layers: Collection[int], **block: Any) -> ModelConfig:
-    """`config` with the delta rule in `layers`. block: further fields of their blocks."""
+def with_states(config: ModelConfig, recurrence: Recurrence, layers: Collection[int], **block: Any) -> ModelConfig:
+    """`config` with the recurrence in `layers`. block: further fields of their blocks."""
     blocks = (
-        replace(each, mixer=delta, **block) if layer in layers else each for layer, each in enumerate(config.blocks)
+        replace(each, mixer=recurrence, **block) if layer in layers else each
+        for layer, each in enumerate(config.blocks)
     )
     return replace(config, blocks=tuple(blocks))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.config.block import DeltaRule
-from offload.kernels.delta import DeltaWeights, Held, Replayed
 from offload.kernels.gpu.delta_programs import ADVANCE, FINISH
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.launch import launch
 
 COLUMNS = 8  # of a head's state, of a program: they fit into one warp's registers, so that no sum leaves it
@@ -23,9 +23,9 @@ ALIGNMENT = 16  # numbers, at multiples of which rows begin in their memory, whi
 
 
 def delta_rule(
-    delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
+    delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
-    """`RunDeltaRule` by two launches. With `settles` rows run in parts of at most MOST_ROWS, by two launches each."""
+    """`RunRecurrence` by two launches. With `settles` rows run in parts of at most MOST_ROWS, by two launches each."""
     if not settles or len(rows) <= MOST_ROWS:
         return _run(delta, weights, held, rows, replayed, settles=settles)
     first, *others = rows.split(MOST_ROWS)
@@ -62,7 +62,7 @@ def _shape(delta: DeltaRule) -> dict[str, object]:
 
 
 def _run(
-    delta: DeltaRule, weights: DeltaWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
+    delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
     assert weights.norm.bias is None
     assert not delta.norm.centred

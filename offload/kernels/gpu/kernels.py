@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from offload.config.block import DeltaRule
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
@@ -54,7 +55,7 @@ GPU_KERNELS = DeviceKernels(
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,
     gated=activation.gated,
-    delta_rule=delta.delta_rule,
+    recurrences={DeltaRule: delta.delta_rule},
     experts=experts.run_experts,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,

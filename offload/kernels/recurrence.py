@@ -1,0 +1,66 @@
+"""Recurrences of layers with a state: their weights, what is held of a layer's tokens, and the interface of their
+kernels (docs/design.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from offload.config.block import Recurrence
+from offload.kernels.norms import NormWeights
+
+Kind = TypeVar("Kind", bound=Recurrence, contravariant=True)
+
+
+@dataclass(frozen=True)
+class RecurrenceWeights:
+    """The vectors of a layer with a state, fp32. taps: of the convolution [width, channels], oldest first. decay: by
+    head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm: of each head's output."""
+
+    taps: Tensor
+    decay: Tensor
+    time_bias: Tensor
+    norm: NormWeights
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state and the inputs that are held of one layer's tokens. state: [*state_shape] fp32, after the
+    tokens up to some place. inputs: [width - 1 + M, kept] in the dtype of projected rows: of the last width - 1 tokens
+    before that place, then of the tokens after it, the numbers on which later states depend."""
+
+    state: Tensor
+    inputs: Tensor
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The tokens between the state's place and the first new row. count: their number. there: the same, int64 [1] on
+    the GPU, from where a graph reads it; None elsewhere."""
+
+    count: int
+    there: Tensor | None = None
+
+
+class RunRecurrence(Protocol[Kind]):
+    """A recurrence of one kind over new rows. rows: projected, [T, sum(parts)]. Returns the output [T, out_size] in
+    their dtype.
+
+    The replayed tokens, whose rows are in `held`, bring the state to the first new row's place. settles: the state is
+    then brought past the new rows, too, and their last width - 1 are what is held of them; else `held` has all of
+    them, T <= M.
+    """
+
+    def __call__(
+        self,
+        recurrence: Kind,
+        weights: RecurrenceWeights,
+        held: Held,
+        rows: Tensor,
+        replayed: Replayed,
+        /,
+        *,
+        settles: bool,
+    ) -> Tensor: ...

@@ -22,7 +22,7 @@ from triforce_cli.apis.completions import Completions
 from triforce_cli.apis.messages import Messages
 from triforce_cli.apis.responses import Responses
 from triforce_cli.batch.records import check_known, read_record, read_records
-from triforce_cli.serve.reader import FIELDS, parsed
+from triforce_cli.serve.reader import FIELDS, by_prompt, parsed
 from triforce_cli.tools.choice import ANY, ToolChoice
 
 Json = dict[str, Any]
@@ -247,6 +247,7 @@ def test_null_is_as_absent(api: Api) -> None:
         (MESSAGES, {"context_management": {"edits": {"type": "x"}}}, "context_management"),
         (MESSAGES, {"output_config": {"tone": "kind"}}, "output_config has 'tone'"),
         (CHAT, {"prompt": "x", "messages": None}, "has no messages"),
+        (CHAT, {"prompt": []}, "leave one of them out"),
         (CHAT, {"max_tokens": "x", "max_completion_tokens": 5}, "one limit"),
         (CHAT, {"response_format": {"type": "json_object"}, "json_schema": {}}, "json_schema is said twice"),
         (CHAT, {"template_args": {}, "chat_template_kwargs": {}}, "template_args is said twice"),
@@ -317,8 +318,7 @@ def test_a_field_of_ours_does_not_replace_the_input_of_a_response() -> None:
 def read(api: Api, body: Mapping[str, Any]) -> int:
     """As the server does. Returns the number of choices."""
     fields, num = api.fields(body, str), api.num_choices(body)
-    prompts = fields.get("prompt")
-    each = [{**fields, "prompt": prompt} for prompt in prompts] if isinstance(prompts, list) else [fields]
+    each = by_prompt(fields)
     if num * len(each) > 64:
         raise UsageError(f"{num} answers to {len(each)} prompts")
     for one in each:

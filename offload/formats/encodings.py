@@ -227,7 +227,7 @@ def _own(kind: str, group: int) -> Encoding:
         f"{kind}/{group}", group, GROUP_HEAD + group * bits // 8, Plane(GROUP_HEAD, bits, group * bits // 8),
         code="e4m3" if is_float else "integer", scale=scale, steps="one" if is_float else "zero", group=group,
         tiling=Tiling(outputs=128, warps=8) if bits == 8 else Tiling(),
-        expert_tiling=_WIDE if bits == 8 else Tiling(outputs=32),
+        expert_tiling=_FEW_STAGES,
     )  # fmt: skip
 
 
@@ -245,12 +245,12 @@ def _of_grid(
     code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
     return Encoding(
         name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
-        tiling=_GRID, expert_tiling=_GRID_EXPERT, **scale,
+        tiling=_GRID, expert_tiling=_FEW_STAGES, **scale,
     )  # fmt: skip
 
 
 _WIDE, _WIDE_EXPERT = Tiling(warps=8), Tiling(outputs=32, warps=8)
-_GRID, _GRID_EXPERT = Tiling(warps=8, stages=2), Tiling(outputs=32, warps=8, stages=2)
+_GRID, _FEW_STAGES = Tiling(warps=8, stages=2), Tiling(outputs=32, warps=8, stages=2)
 _SHORT, _SHORT_EXPERT = Tiling(words=16, stages=2), Tiling(words=16, warps=8, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),

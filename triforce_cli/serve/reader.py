@@ -30,6 +30,12 @@ _MOST_NOTES = 4  # that the log has of a request
 Asked = tuple[Prompt, Wanted]
 
 
+def by_prompt(fields: Fields) -> list[Fields]:
+    """The fields of each prompt, where there is a list of them. An empty list is refused as no prompt, later."""
+    texts = fields.get("prompt")
+    return [{**fields, "prompt": text} for text in texts] if isinstance(texts, list) and texts else [fields]
+
+
 @dataclass(frozen=True)
 class Readable:
     """A request that can be answered. body: as it came, but for a billing block. asked: the prompt and the wishes of
@@ -95,8 +101,7 @@ class Reader:
 
     def _choices(self, fields: Fields, num: int) -> list[Asked]:
         """`num` choices for each prompt. Their seeds follow one another, from the one that is asked for."""
-        texts = fields.get("prompt")
-        each = [{**fields, "prompt": text} for text in texts] if isinstance(texts, list) else [fields]
+        each = by_prompt(fields)
         if (total := num * len(each)) > self._most_choices:
             raise UsageError(
                 f"{PLACE}: {total:,} answers are asked for at once ({len(each):,} prompts, n is {num:,}); "

@@ -52,6 +52,7 @@ MIXTURES: Mapping[str, Mapping[str, str]] = {
     "IQ2_XXS": {"": "IQ2_XXS"} | _IQ2,
     "IQ1_M": {"": "IQ1_M"} | _IQ1,
     "IQ1_S": {"": "IQ1_S"} | _IQ1,
+    "NVFP4": {"": "NVFP4"},  # llama-quantize makes none: all but the head
 }  # fmt: skip
 # In place of a kind whose blocks do not divide the rows.
 _SHORTER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}

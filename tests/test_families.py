@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,18 @@ from kit.models import (
 )
 from kit.processor import OPERATORS, of
 from kit.quantised import engine_of
-from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, Experts, FeedForward, Mixer, Norm
+from offload.config.block import (
+    BLOCK_NORMS,
+    Attention,
+    Block,
+    DeltaRule,
+    Experts,
+    FeedForward,
+    Mixer,
+    Norm,
+    Recurrence,
+    ShortConvolution,
+)
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES, WRAPPERS
 from offload.config.model import ModelConfig
@@ -55,6 +67,7 @@ IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
 MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
+CONVOLVED = ("lfm2", "lfm2_moe", "lfm3")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -180,6 +193,12 @@ def text(**fields: object) -> dict[str, object]:
             for heads in (2, 6)
         ),
         (TINY["qwen3_5"].config() | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be 2 or more"),
+        (TINY["lfm2"].config() | {"conv_L_cache": 1}, "conv_L_cache is 1; it must be 2 or more"),
+        (TINY["lfm2"].config() | {"layer_types": ["conv"] * 4}, "it must be full_attention in one layer at least"),
+        (TINY["lfm2, biased"].config() | {"full_attn_idxs": [3]}, "full_attn_idxs is [3]; it must be a list of layers"),
+        (TINY["lfm2_moe"].config() | {"layer_types": None}, "it must be full_attention in one layer at least"),
+        (TINY["lfm3"].config() | {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
+        (TINY["lfm3"].config() | {"sliding_window": 0}, "sliding_window is 0"),
         (TINY["gemma4_unified"].config() | {"enable_moe_block": True}, "enable_moe_block is true"),
         (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
         (
@@ -368,6 +387,27 @@ def test_real_configs_have_the_parameters_that_their_names_say() -> None:
     assert round(config.num_parameters() / 1e9, 1) == 79.7
     assert (config.kv_bytes_per_token(2), config.state_bytes()) == (24576, 75497472)
     assert config.next_token == config.blocks[3]
+    lfm = {"vocab_size": 65536, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
+    older = {
+        "model_type": "lfm2", **lfm, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "block_ff_dim": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "tie_embedding": True,
+        "block_auto_adjust_ff_dim": True, "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-05, "use_pos_enc": True,
+    }  # fmt: skip
+    attending = (2, 6, 10, 14, 18, 21)
+    kinds = ["full_attention" if layer in attending else "conv" for layer in range(24)]
+    sparse = {
+        "model_type": "lfm2_moe", **lfm, "num_hidden_layers": 24, "layer_types": kinds, "intermediate_size": 7168,
+        "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2,
+        "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0, "tie_embedding": True,
+    }  # fmt: skip
+    third = {
+        **lfm, "model_type": "lfm3", "vocab_size": 128000, "num_hidden_layers": 24, "intermediate_size": 7680,
+        "num_attention_heads": 16, "num_key_value_heads": 4,
+    }  # fmt: skip
+    for data, billions, kv_bytes in ((older, 1.17, 12288), (sparse, 8.34, 12288), (third, 1.73, 12288)):
+        config = config_of(data)
+        assert round(config.num_parameters() / 1e9, 2) == billions
+        assert (config.kv_bytes_per_token(2), config.state_bytes(), config.tie_embeddings) == (kv_bytes, 0, True)
 
 
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:
@@ -414,12 +454,10 @@ def _attention(**changes: Callable[[Attention], object]) -> Change:
     return _block(mixer=changed)
 
 
-def _delta(**changes: Callable[[DeltaRule], object]) -> Change:
+def _recurrence(kind: type[Recurrence], **changes: Callable[[Any], object]) -> Change:
     def changed(block: Block) -> Mixer:
         own = block.mixer
-        if isinstance(own, Attention):
-            return own
-        return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+        return replace(own, **{name: change(own) for name, change in changes.items()}) if isinstance(own, kind) else own
 
     return _block(mixer=changed)
 
@@ -487,9 +525,14 @@ FLAGS: dict[str, Change] = {
     "multiplied": _block(multiplied=lambda block: not block.multiplied),
     "with v_norm": _attention(v_norm=lambda own: None if own.v_norm else Norm(weightless=True)),
     "values_are_keys": _attention(values_are_keys=lambda own: not own.values_are_keys),
-    "delta.steps": _delta(steps=lambda own: 2 * own.steps),
-    "delta.tiled": _delta(tiled=lambda own: 1 if own.tiled is None else None),
-    "delta.eps": _delta(eps=lambda own: 0.5),
+    "gates_heads": _attention(gates_heads=lambda own: own.gate and not own.gates_heads),
+    "delta.steps": _recurrence(DeltaRule, steps=lambda own: 2 * own.steps),
+    "delta.tiled": _recurrence(DeltaRule, tiled=lambda own: 1 if own.tiled is None else None),
+    "delta.eps": _recurrence(DeltaRule, eps=lambda own: 0.5),
+    "convolution.width": _recurrence(ShortConvolution, width=lambda own: own.width + 1),
+    "convolution.taps_bias": _recurrence(ShortConvolution, taps_bias=lambda own: not own.taps_bias),
+    "convolution.bias": _recurrence(ShortConvolution, bias=lambda own: not own.bias),
+    "convolution.out_bias": _recurrence(ShortConvolution, out_bias=lambda own: not own.out_bias),
     "embedding_norm": lambda config: replace(config, embedding_norm=None if config.embedding_norm else Norm()),
     "a window that is longer by one": _attention(window=lambda own: own.window and own.window + 1),
     "attention.bias": _attention(bias=lambda own: not own.bias),
@@ -666,7 +709,9 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-@pytest.mark.parametrize("name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES, *CONVOLVED]
+)
 def test_forty_tokens_after_prompts_about_a_block_are_those_of_transformers(
     pairs: Callable[[str], Pair], name: str, length: int
 ) -> None:

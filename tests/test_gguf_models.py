@@ -25,7 +25,7 @@ from kit.models import (
     target_cache,
     tiny_plan,
 )
-from offload.config.block import Block, Encodings, Mixer, Norm
+from offload.config.block import Attention, Block, DeltaRule, Encodings, Mixer, Norm
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
@@ -49,7 +49,7 @@ UNSAID = (
     "gemma, biased and untied", "hunyuan, stretched", "cohere, biased and untied", "qwen3_moe, some dense",
     "qwen3_next, not renormalised",
     "ernie4_5_moe, some dense", "hunyuan_v1_moe, stretched", "exaone_moe, groups", "olmoe, renormalised",
-    "qwen2_moe, some dense", "solar_open", "solar_open, groups",
+    "qwen2_moe, some dense", "solar_open", "solar_open, groups", "lfm2, biased", "lfm2_moe, without biases",
 )  # fmt: skip
 SCALED: dict[str, dict[str, object]] = {
     name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")
@@ -72,11 +72,11 @@ def plain(config: ModelConfig) -> ModelConfig:
         return found and replace(found, plus_one=False, fp32=False)
 
     def block(found: Block) -> Block:
-        mixer: Mixer
-        if found.attends:
-            mixer = replace(found.attention, qk_norm=norm(found.attention.qk_norm))
-        else:
-            mixer = replace(found.recurrence, norm=replace(found.recurrence.norm, fp32=False), tiled=None)
+        mixer: Mixer = found.mixer
+        if isinstance(mixer, Attention):
+            mixer = replace(mixer, qk_norm=norm(mixer.qk_norm))
+        elif isinstance(mixer, DeltaRule):
+            mixer = replace(mixer, norm=replace(mixer.norm, fp32=False), tiled=None)
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
         return replace(found, mixer=mixer, encodings=Encodings(), **norms)

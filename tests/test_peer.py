@@ -330,6 +330,15 @@ class TestWheel:
         folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
         assert_same_text(environment, folder, length, joins_states=joins_states)
 
+    @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+    @pytest.mark.parametrize("length", [1, 3, 150])
+    def test_llama_cpp_writes_what_we_write_of_short_convolutions(self, tmp_path, length, name):
+        """Heads that are as wide as rows together, as it wants them."""
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        fields = {"vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 16}
+        assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **fields), length)
+
 
 def assert_same_text(environment: str, folder: Path, length: int, **form: bool) -> None:
     """Of a folder's GGUF file, 40 tokens in fp32 after a prompt of this length. form: of `write_gguf`."""

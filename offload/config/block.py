@@ -49,8 +49,9 @@ class Attention:
     of their own. rope: None if queries and keys have no positions. scale: of the scores; None: head_dim^-0.5. window:
     tokens that a row sees, itself and the last ones before it; None: all. A layer without a window is called growing.
     cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the sigmoid of
-    another projection of the rows. sink_logits: each head has a logit of its own in its rows' softmax, beside the
-    scores and without a value (the attention sinks of gpt-oss).
+    another projection of the rows, which has a number for each of its numbers, or for each head if `gates_heads`.
+    sink_logits: each head has a logit of its own in its rows' softmax, beside the scores and without a value (the
+    attention sinks of gpt-oss).
     """
 
     num_heads: int
@@ -69,6 +70,7 @@ class Attention:
     window: int | None = None
     cap: float | None = None
     gate: bool = False
+    gates_heads: bool = False
     sink_logits: bool = False
 
     @property
@@ -93,7 +95,12 @@ class Attention:
     def parts(self) -> tuple[int, ...]:
         """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one."""
         values = [] if self.values_are_keys else [self.kv_size]
-        return (self.q_size, self.kv_size, *values, *([self.q_size] if self.gate else []))
+        return (self.q_size, self.kv_size, *values, *([self.gate_size] if self.gate else []))
+
+    @property
+    def gate_size(self) -> int:
+        """Numbers of a row of the gate."""
+        return self.num_heads if self.gates_heads else self.q_size
 
     @property
     def score_scale(self) -> float:
@@ -153,12 +160,78 @@ class DeltaRule:
         return self.channels + 2 * self.num_heads
 
     @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The parts of which these numbers are."""
+        return 0, 1, 2, 4, 5
+
+    @property
     def state_shape(self) -> tuple[int, int, int]:
         """The shape of a layer's state, in fp32."""
         return self.num_heads, self.key_dim, self.value_dim
 
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its fp32 tensors besides the norm, by name: the taps of the convolution, the decay of each head
+        (-exp(A_log)) and the bias of its time."""
+        return {"taps": (self.width, self.channels), "decay": (self.num_heads,), "time_bias": (self.num_heads,)}
 
-Recurrence = DeltaRule  # the mixers with a recurrent state
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The gated short convolution of one layer (LFM2): C * convolution(B * x), where B, C and x are projections of the
+    rows: a mixer with the products B * x of the last tokens instead of keys and values. size: channels, each of which
+    has a causal convolution of its own. width: taps. taps_bias: convolutions have a bias."""
+
+    size: int
+    width: int = 3
+    bias: bool = False
+    out_bias: bool = False
+    taps_bias: bool = False
+
+    norm = None  # of outputs: there is none
+    value_dim = 1  # of a head, which is a channel
+
+    @property
+    def num_heads(self) -> int:
+        return self.size
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a row, which the convolution runs over."""
+        return self.size
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output, before the output projection."""
+        return self.size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Output sizes of the fused projection: B, C and x."""
+        return (self.size,) * 3
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token on which later rows depend: the products of B and x."""
+        return self.size
+
+    @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The part that has a number for each of these."""
+        return (0,)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
+        return self.size, 0, 0
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its fp32 tensors, by name: the taps of the convolutions, and their biases if they have some."""
+        return {"taps": (self.width, self.size)} | ({"taps_bias": (self.size,)} if self.taps_bias else {})
+
+
+Recurrence = DeltaRule | ShortConvolution  # the mixers with a recurrent state
 Mixer = Attention | Recurrence
 
 

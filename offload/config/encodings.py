@@ -73,7 +73,7 @@ class _MatrixNames:
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        inner, out = block.feed_forward, "self_attn.o_proj" if block.attends else names.recurrence.out
+        inner, out = block.feed_forward, names.out if block.attends else names.recurrence.out
         qkv = _attention(block.attention, names) if block.attends else [*names.recurrence.parts]
         gate, up, down = names.network(block)
         gate_up = [gate, up] if inner.gated else [up]

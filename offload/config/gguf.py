@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, Norm
+from offload.config.block import Attention, Block, DeltaRule, Norm
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
@@ -41,7 +41,7 @@ def gguf_config(header: Header) -> ModelConfig:
         config = with_rope(config, neighbours=architecture.neighbours)
     if architecture.has_one:
         config = _with_one(config)
-    if config.recurrence is not None:
+    if isinstance(config.recurrence, DeltaRule):
         config = _with_states(config, header, tiled=architecture.tiled)
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
@@ -192,9 +192,10 @@ def _with_states(config: ModelConfig, header: Header, *, tiled: bool) -> ModelCo
     older ones of Qwen3-Next have all four in one, as folders do."""
 
     def block(found: Block) -> Block:
-        if found.attends or not tiled or found.recurrence.num_heads == found.recurrence.num_key_heads:
+        delta = found.mixer
+        if not isinstance(delta, DeltaRule) or not tiled or delta.num_heads == delta.num_key_heads:
             return found
-        return replace(found, mixer=replace(found.recurrence, tiled=0))
+        return replace(found, mixer=replace(delta, tiled=0))
 
     own, is_old = config.names.recurrence, any(name.endswith(JOINED_STATES) for name in header.tensors)
     parts = own.parts if is_old else (*RecurrenceNames().parts[:4], *own.parts[4:])

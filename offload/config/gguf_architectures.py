@@ -13,6 +13,7 @@ from offload.config.gguf_experts import (
     GLM4MOE,
     GPT_OSS,
     HUNYUAN_MOE,
+    LFM2MOE,
     MINIMAX_M2,
     QWEN2MOE,
     QWEN35MOE,
@@ -21,6 +22,7 @@ from offload.config.gguf_experts import (
     glm4moe,
     gpt_oss,
     hunyuan_moe,
+    lfm2moe,
     minimax_m2,
     olmoe,
     qwen2moe,
@@ -31,7 +33,7 @@ from offload.config.gguf_experts import (
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
-from offload.config.gguf_states import STATES, qwen35
+from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
 
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -211,5 +213,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone-moe": Architecture("exaone_moe", exaone_moe, reads=EXAONE_MOE),
     "olmoe": Architecture("olmoe", olmoe, reads=EXPERTS - {"expert_feed_forward_length"}),
     "qwen2moe": Architecture("qwen2_moe", qwen2moe, reads=QWEN2MOE),
+    "lfm2": Architecture("lfm2", lfm2, norm_field="norm_eps", reads=CONVOLUTIONS),
+    "lfm2moe": Architecture("lfm2_moe", lfm2moe, norm_field="norm_eps", reads=LFM2MOE),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

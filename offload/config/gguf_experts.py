@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types
-from offload.config.gguf_states import STATES, qwen35
+from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
 from offload.fields import whole
 
 _SHARED_SIZE, _SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
@@ -26,6 +26,7 @@ MINIMAX_M2 = EXPERTS | {_SCORING}
 ERNIE_MOE = EXPERTS | {_SHARED_COUNT, _SHARED_SIZE, _DENSE, _SCORING, _STEP}
 HUNYUAN_MOE = EXPERTS | {_SHARED_COUNT, _SHARED_SIZE}
 QWEN2MOE = EXPERTS | {_SHARED_SIZE}
+LFM2MOE = EXPERTS | CONVOLUTIONS | {_DENSE, _SCORING, _SCALE, _RENORMALISED}
 
 
 def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -128,6 +129,20 @@ def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
         "use_qk_norm": values.has("attn_q_norm.weight"),
         "n_shared_experts": values.integer(_SHARED_COUNT),
         "num_nextn_predict_layers": len(values.head_layers()),
+    }
+
+
+def lfm2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of LFM2's mixtures of experts. Their weights add up to 1: llama.cpp hardcodes that."""
+    _scored(values, _SIGMOID, "sigmoids")
+    dense, factor = values.get(_DENSE, whole(0), 0), values.optional(_SCALE)
+    return {
+        **lfm2(values, common),
+        **experts(values),
+        "num_dense_layers": dense,
+        "use_expert_bias": values.has("exp_probs_b.bias", dense),
+        "routed_scaling_factor": 1.0 if factor is None else factor,
+        "norm_topk_prob": values.flag(_RENORMALISED, True),
     }
 
 

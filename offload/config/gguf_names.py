@@ -13,6 +13,7 @@ FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # of all experts of a layer, each ga
 JOINED_STATES = ".ssm_in.weight"  # of queries, keys, values and gates by key head
 EXPERT_FACTORS = "ffn_down_exps.scale"
 SCALE = "scale"  # in place of "weight": of a matrix in NVFP4
+_EMBEDDING_NORM = "token_embd_norm"  # the last norm, where a model calls it a norm of embeddings
 NO_LAYERS = range(0)
 IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -27,6 +28,7 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
     """
     parts, whole_of_layer, of_head = _parts(names), _whole_names(names), _of_head(names)
     whole = {TABLE: names.embeddings, HEAD: names.head}
+    last_norms = ("output_norm", _EMBEDDING_NORM) if names.last_norm == "embedding_norm" else ("output_norm",)
     found: dict[str, str] = {}
     for name in stored:
         if layer := _LAYER.fullmatch(name):
@@ -38,8 +40,8 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
                 found[name] = f"{of_head[part]}.{kind}" if part in of_head else f"{names.next_token.layer}{inner}"
             else:
                 found[name] = name
-        elif name.startswith("output_norm."):
-            found[name] = names.norm + name.removeprefix("output_norm")
+        elif norm := next((each for each in last_norms if name.startswith(f"{each}.")), ""):
+            found[name] = names.norm + name.removeprefix(norm)
         elif name not in IN_CONFIG:
             found[name] = whole.get(name, name)
     return found
@@ -82,19 +84,22 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
         "attn_v": "self_attn.v_proj",
-        "attn_qkv": names.fused_qkv or names.recurrence.parts[0],
-        "attn_gate": names.recurrence.parts[3],
-        "ssm_in": names.recurrence.parts[0],
-        "ssm_ba": names.recurrence.parts[4],
-        "ssm_beta": names.recurrence.parts[4],
-        "ssm_alpha": names.recurrence.parts[5],
+        "attn_qkv": names.fused_qkv or names.recurrence.part(0),
+        "attn_gate": names.recurrence.part(3),
+        "ssm_in": names.recurrence.part(0),
+        "ssm_ba": names.recurrence.part(4),
+        "ssm_beta": names.recurrence.part(4),
+        "ssm_alpha": names.recurrence.part(5),
         "ssm_conv1d": names.recurrence.taps[0],
         "ssm_norm": names.recurrence.norm,
         "ssm_out": names.recurrence.out,
-        "attn_output": "self_attn.o_proj",
+        "shortconv.in_proj": names.recurrence.part(0),
+        "shortconv.conv": names.recurrence.taps[0],
+        "shortconv.out_proj": names.recurrence.out,
+        "attn_output": names.out,
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
-        "ffn_gate": "mlp.gate_proj",
+        "ffn_gate": names.opening,
         "ffn_up": names.fused_gate_up or names.up,
         "ffn_down": names.down,
         "ffn_gate_inp": names.experts.router,

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.config.families.states import STATEFUL
+from offload.config.families.states import CONVOLVED, STATEFUL
 from offload.config.families.windows import FULL
 from offload.config.gguf_fields import Metadata
-from offload.config.gguf_layers import Fields
+from offload.config.gguf_layers import KV_HEADS, Fields
 
 _RECURRENT = "attention.recurrent_layers"
 STATES = frozenset((
     "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", _RECURRENT,
     "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
 ))  # fmt: skip
+
+CONVOLUTIONS = frozenset((KV_HEADS,))
+
+
+def lfm2(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of LFM2. Layers without KV heads have a convolution."""
+    kv_heads = values.values(KV_HEADS)
+    attending = [each for each in kv_heads if each]
+    if len(kv_heads) != values.integer("block_count") or len({*attending}) != 1:
+        values.refuse(KV_HEADS, "a list of as many as layers, the same in all that attend, and 0 in the others")
+    return {
+        "num_key_value_heads": attending[0],
+        "layer_types": [FULL if each else CONVOLVED for each in kv_heads],
+        "conv_L_cache": values.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
 
 
 def qwen35(values: Metadata, common: Mapping[str, object]) -> Fields:

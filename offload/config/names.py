@@ -9,9 +9,9 @@ from offload.config.block import Block
 
 @dataclass(frozen=True)
 class RecurrenceNames:
-    """The tensor names of a recurrence within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
-    of one name are rows of one tensor, and so are taps: of queries, keys and values. grouped: names of tensors in which
-    each key head has its rows of all these parts together. is_log: decays are stored as A_log."""
+    """The tensor names of a recurrence within a layer. parts: of the projections, as in the `parts` of its kind;
+    neighbours of one name are rows of one tensor, and so are taps: of the first parts. grouped: names of tensors in
+    which each key head has its rows of all these parts together. is_log: decays are stored as A_log."""
 
     parts: tuple[str, ...] = (
         *("linear_attn.in_proj_qkv",) * 3,
@@ -24,6 +24,10 @@ class RecurrenceNames:
     time_bias: str = "linear_attn.dt_bias"
     grouped: tuple[str, ...] = ()
     is_log: bool = True
+
+    def part(self, number: int) -> str:
+        """The name of a part; "" if there are fewer."""
+        return self.parts[number] if number < len(self.parts) else ""
 
 
 @dataclass(frozen=True)
@@ -78,15 +82,18 @@ class NextTokenNames:
 class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
-    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. unused:
-    patterns of names within the body whose tensors are left alone."""
+    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. out: of
+    the attention. opening: the gate of the feed-forward network. last_norm: within the body, of the last hidden rows.
+    unused: patterns of names within the body whose tensors are left alone."""
 
     body: str = "model."
     head: str = "lm_head.weight"
     fused_qkv: str = ""
     fused_gate_up: str = ""
+    opening: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    out: str = "self_attn.o_proj"
     before_attention: str = "input_layernorm"
     after_attention: str = ""
     before_feed_forward: str = "post_attention_layernorm"
@@ -101,6 +108,7 @@ class TensorNames:
     recurrence: RecurrenceNames = RecurrenceNames()
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
+    last_norm: str = "norm"
     unused: tuple[str, ...] = ()
 
     def wrapped(self, body: str, head: str) -> TensorNames:
@@ -112,7 +120,7 @@ class TensorNames:
     def network(self, block: Block) -> tuple[str, str, str]:
         """The names of the feed-forward network's gate, up and down in a layer."""
         prefix = self.experts.network if block.experts is not None else "mlp."
-        names = (self.fused_gate_up or "mlp.gate_proj", self.fused_gate_up or self.up, self.down)
+        names = (self.fused_gate_up or self.opening, self.fused_gate_up or self.up, self.down)
         gate, up, down = (name.replace("mlp.", prefix, 1) for name in names)
         return gate, up, down
 
@@ -122,4 +130,4 @@ class TensorNames:
 
     @property
     def norm(self) -> str:
-        return f"{self.body}norm"
+        return f"{self.body}{self.last_norm}"

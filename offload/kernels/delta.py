@@ -18,6 +18,7 @@ def delta_rule(
     delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
     """`RunRecurrence` by torch's operators, one token after the other, in fp32."""
+    assert weights.norm is not None
     before, count = delta.width - 1, replayed.count
     new, gates = _without_gates(delta, rows)
     for _ in _advanced(delta, weights, held.state, held.inputs[: before + count]):
@@ -40,6 +41,8 @@ def _without_gates(delta: DeltaRule, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _advanced(delta: DeltaRule, weights: RecurrenceWeights, state: Tensor, inputs: Tensor) -> Iterator[Tensor]:
     """Bring `state` past the tokens of `inputs` [width - 1 + T, kept], in place: each token's output [heads,
     value_dim]."""
+    assert weights.decay is not None
+    assert weights.time_bias is not None
     count, (heads, key_dim, value_dim) = len(inputs) - delta.width + 1, delta.state_shape
     mixed, steps, times = inputs.float().split((delta.channels, heads, heads), 1)
     taken = torch.zeros_like(mixed[:count])

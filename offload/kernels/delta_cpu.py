@@ -47,6 +47,9 @@ def _structure(
     delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, out: Tensor, count: int, *, settles: bool
 ) -> Delta:
     norm, before = weights.norm, delta.width - 1
+    assert norm is not None
+    assert weights.decay is not None
+    assert weights.time_bias is not None
     vectors = (weights.taps, weights.decay, weights.time_bias)
     assert held.state.shape == delta.state_shape
     assert rows.shape[1] == sum(delta.parts)

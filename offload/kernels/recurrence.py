@@ -16,20 +16,22 @@ Kind = TypeVar("Kind", bound=Recurrence, contravariant=True)
 
 @dataclass(frozen=True)
 class RecurrenceWeights:
-    """The vectors of a layer with a state, fp32. taps: of the convolution [width, channels], oldest first. decay: by
-    head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm: of each head's output."""
+    """The vectors of a layer with a state, fp32; None where its kind has none. taps: of the convolution [width,
+    channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm: of each
+    head's output. taps_bias: of the convolution [channels]."""
 
     taps: Tensor
-    decay: Tensor
-    time_bias: Tensor
-    norm: NormWeights
+    decay: Tensor | None = None
+    time_bias: Tensor | None = None
+    norm: NormWeights | None = None
+    taps_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Held:
-    """The state and the inputs that are held of one layer's tokens. state: [*state_shape] fp32, after the
-    tokens up to some place. inputs: [width - 1 + M, kept] in the dtype of projected rows: of the last width - 1 tokens
-    before that place, then of the tokens after it, the numbers on which later states depend."""
+    """The state and the inputs that are held of one layer's tokens. state: [*state_shape] fp32, after the tokens up to
+    some place; a kind may have no numbers of it. inputs: [width - 1 + M, kept] in the dtype of projected rows: of the
+    last width - 1 tokens before that place, then of the tokens after it, the numbers on which later states depend."""
 
     state: Tensor
     inputs: Tensor

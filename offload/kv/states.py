@@ -22,8 +22,6 @@ from offload.plan.shards import Shard
 from offload.plan.sizing import PREFILL_BLOCK
 from offload.weights.tensors import recurrence_rows
 
-_GATE = 3  # of `DeltaRule.parts`: later states do not depend on it
-
 
 class StateCache(PlacedPart):
     """The exact states of one sequence, and checkpoints of them on the host, which sessions read and fill."""
@@ -247,9 +245,9 @@ class DraftStates:
 def kept_numbers(whole: ModelConfig, shard: Shard) -> Tensor:
     """The indices, among the numbers that are kept of a projected row of all heads, of those that a shard keeps: int64
     [kept of the shard]. whole: the config of a layer with a state."""
-    found, first = [], 0
-    for part, (size, rows) in enumerate(zip(whole.block.recurrence.parts, recurrence_rows(whole, shard), strict=True)):
-        if part != _GATE:
+    found, first, recurrence = [], 0, whole.block.recurrence
+    for part, (size, rows) in enumerate(zip(recurrence.parts, recurrence_rows(whole, shard), strict=True)):
+        if part in recurrence.kept_parts:
             found.append(first + torch.arange(rows.start, rows.stop))
             first += size
     return torch.cat(found)

@@ -1,10 +1,11 @@
-"""Norms of queries and keys over all heads together, including the heads of other ranks."""
+"""Heads of attention: norms of queries and keys over all heads together, including those of other ranks; gates."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from offload.config.block import Attention
 from offload.config.model import ModelConfig
 from offload.kernels.norms import norm_over
 from offload.model.sums import Sums
@@ -26,3 +27,11 @@ def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -
         norm_over(q, weights.q_norm, squares[:, :1], sums.size * q.shape[1]),
         norm_over(k, weights.k_norm, squares[:, 1:], sums.size * k.shape[1]),
     )
+
+
+def gated_heads(attended: Tensor, gate: Tensor, attention: Attention) -> Tensor:
+    """The output of heads times the sigmoid of their gate: [T, H * D] and [T, gate_size] -> [T, H * D]."""
+    if not attention.gates_heads:
+        return attended * gate.sigmoid()
+    by_head: Tensor = attended.unflatten(1, (-1, attention.head_dim)) * gate.sigmoid().unsqueeze(2)
+    return by_head.flatten(1)

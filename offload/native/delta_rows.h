@@ -73,23 +73,6 @@ struct Seen {
     float both[TOKENS];
 };
 
-// W elements, of which so many are there; zeros past them.
-template <class E>
-INLINE f32 read_some(const typename E::element* from, int64_t count) {
-    if (count >= W) return E::read(from);
-    typename E::element some[W] = {};
-    for (int i = 0; i < count; i++) some[i] = from[i];
-    return E::read(some);
-}
-
-template <class E>
-INLINE void write_some(typename E::element* to, f32 x, int64_t count) {
-    if (count >= W) return E::write(to, E::rounded(x));
-    typename E::element some[W];
-    E::write(some, E::rounded(x));
-    for (int i = 0; i < count; i++) to[i] = some[i];
-}
-
 INLINE float dot(const float* one, const float* other, int size) {
     f32 acc = {};
     for (int i = 0; i < size; i += W) acc = fma(load<f32>(one + i), load<f32>(other + i), acc);

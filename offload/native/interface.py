@@ -140,6 +140,15 @@ class Delta(ctypes.Structure):
     ]
 
 
+class Convolution(ctypes.Structure):
+    """A short convolution over new rows, see convolution.h."""
+
+    _fields_ = [
+        *_pointers("held", "rows", "out", "taps", "bias"),
+        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width"),
+    ]
+
+
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "wait_by": (None, [ctypes.c_int]),
     "post": (None, [c_void_p, c_uint64]),
@@ -164,6 +173,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),
     "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),
+    "run_convolution": (None, [c_int64, POINTER(Convolution), c_int64]),
     "route": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
     "run_experts": (None, [c_int64, POINTER(Experts), c_int64]),
     "sum_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),

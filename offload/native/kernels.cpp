@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "convolution.h"
 #include "delta.h"
 #include "experts.h"
 #include "kv_residuals.h"
@@ -22,7 +23,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Its thousands change with every change of a structure or a function below, and of a row of stored_forms.h.
-KERNEL int abi() { return 32000 + stored::NUM_FORMS; }
+KERNEL int abi() { return 33000 + stored::NUM_FORMS; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -148,6 +149,10 @@ KERNEL int64_t delta_room(const Delta* d) { return delta::room(*d); }
 
 KERNEL void run_delta(Dtype dtype, const Delta* d, int64_t how_many) {
     with(dtype, [&]<class E>() { delta::run<E>(*d, how_many); });
+}
+
+KERNEL void run_convolution(Dtype dtype, const Convolution* c, int64_t how_many) {
+    with(dtype, [&]<class E>() { convolution::run<E>(*c, how_many); });
 }
 
 KERNEL void route(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {

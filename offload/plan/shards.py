@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.config.block import Attention, Block, DeltaRule, Mixer
+from offload.config.block import Attention, Block, DeltaRule, Mixer, Recurrence, ShortConvolution
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
@@ -17,8 +17,8 @@ SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 @dataclass(frozen=True)
 class Shard:
     """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, consecutive value heads of a
-    delta rule with their key heads, and consecutive rows of the feed-forward network and of each expert (Shoeybi et al.
-    2019, arXiv 1909.08053, section 3).
+    delta rule with their key heads, consecutive channels of a short convolution, and consecutive rows of the
+    feed-forward network and of each expert (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
     ranks. If there are fewer KV heads than ranks, neighbouring ranks hold the same one. Norms and embeddings are whole.
@@ -37,12 +37,13 @@ class Shard:
         return range(first, first + 1)
 
     def value_heads(self, whole: ModelConfig) -> range:
-        """The rank's value heads in a layer with a state."""
+        """The rank's value heads in a layer with a state, or its channels of a convolution."""
         return self._part(whole.block.recurrence.num_heads)
 
     def key_heads(self, whole: ModelConfig) -> range:
         """The key heads that serve them: all where neighbours serve neighbouring value heads."""
         delta = whole.block.recurrence
+        assert isinstance(delta, DeltaRule)
         return self._part(delta.num_key_heads) if delta.tiled is None else range(delta.num_key_heads)
 
     def inner(self, whole: ModelConfig) -> range:
@@ -73,6 +74,8 @@ class Shard:
         if isinstance(mixer, Attention):
             return replace(mixer, num_heads=len(self.heads(whole)), num_kv_heads=len(self.kv_heads(whole)))
         heads = self.value_heads(whole)
+        if isinstance(mixer, ShortConvolution):
+            return replace(mixer, size=len(heads))
         tiled = None if mixer.tiled is None else (mixer.tiled + heads.start) % mixer.num_key_heads
         return replace(mixer, num_key_heads=len(self.key_heads(whole)), num_heads=len(heads), tiled=tiled)
 
@@ -90,7 +93,7 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
     if not all(_divides(kind, num_ranks) for kind in kinds):
         usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
         kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds if kind.block.attends)))
-        states = f", {_delta_heads(config.recurrence)} heads with a state" if config.recurrence is not None else ""
+        states = f", {' '.join(map(str, _units(config.recurrence)))}" if config.recurrence is not None else ""
         raise UsageError(
             f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads{states} and "
             f"{_rows(config)} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
@@ -104,7 +107,7 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
         kv_heads = mixer.num_kv_heads
         shared = mixer.num_heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     else:
-        shared = _delta_heads(mixer) % num_ranks == 0
+        shared = _units(mixer)[0] % num_ranks == 0
     experts = config.block.experts
     if not shared or any(
         size % num_ranks for size in (config.intermediate_size, experts.network.size if experts else 0)
@@ -116,9 +119,11 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
     return all(part.inputs // num_ranks % ENCODINGS[part.encoding].numbers == 0 for part in split)
 
 
-def _delta_heads(delta: DeltaRule) -> int:
-    """The number of heads, with those that they share, that ranks can divide."""
-    return delta.num_key_heads if delta.tiled is None else delta.num_heads
+def _units(mixer: Recurrence) -> tuple[int, str]:
+    """The units that ranks can divide: heads, with those that they share, or channels; and their name in messages."""
+    if isinstance(mixer, ShortConvolution):
+        return mixer.size, "channels of a convolution"
+    return mixer.num_key_heads if mixer.tiled is None else mixer.num_heads, "heads with a state"
 
 
 def _rows(config: ModelConfig) -> str:

@@ -10,6 +10,7 @@ _SHOWN_DIGITS = 12  # of a digest; enough to tell two apart
 STATE_FIELDS = (  # of an identity
     *("num_state_layers", "state_heads", "state_key_dim", "state_value_dim", "tail_tokens", "tail_size"),
 )
+NO_NUMBERS = ("state_key_dim", "state_value_dim")  # 0 where layers have inputs alone
 
 
 @dataclass(frozen=True)

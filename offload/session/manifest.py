@@ -18,7 +18,7 @@ from offload import strict_json
 from offload.errors import SessionError
 from offload.fields import LIST, OBJECT, Fields, Kind, fields_of, list_of, number, one_of, shown, whole
 from offload.session.folder import Folder
-from offload.session.identity import STATE_FIELDS, Identity
+from offload.session.identity import NO_NUMBERS, STATE_FIELDS, Identity
 from offload.session.layout import ELEMENT_BYTES, PageFormat
 from offload.session.names import damaged
 from offload.units import size
@@ -249,7 +249,7 @@ def _manifest(record: dict[str, object]) -> Manifest:
 def _identity(source: Fields, version: int) -> Identity:
     source.only(_identity_fields(version))
     least = {"num_layers": 0 if version >= _WITH_WINDOWS else 1}
-    least |= dict.fromkeys(("num_window_layers", *_WINDOW_HEADS), 0) if version >= _WITH_STATES else {}
+    least |= dict.fromkeys(("num_window_layers", *_WINDOW_HEADS, *NO_NUMBERS), 0) if version >= _WITH_STATES else {}
     least |= dict.fromkeys(_STATES, 0) if version >= _WITH_HIDDEN else {}
     kinds = {name: whole(least.get(name, 1), most) for name, most in _MOST.items()} | {"dtype": one_of(*ELEMENT_BYTES)}
     return Identity(**{name: source.get(name, kinds.get(name, _LINE)) for name in source.data})

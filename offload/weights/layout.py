@@ -24,7 +24,7 @@ from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
-VECTORS = ("taps", "decay", "time_bias")  # of a layer with a state
+VECTORS = ("taps", "decay", "time_bias", "taps_bias")  # of a layer with a state
 ROUTER = ("router", "router_bias", "router_scale")
 SINK_LOGITS = "sink_logits"
 ROTATED = ("q_norm", "k_norm")  # norms that multiply rotated queries and keys where `weighs_rotated`
@@ -58,12 +58,12 @@ class LayerWeights:
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
-        norms = [norm for name in NORMS if (norm := getattr(self, name)) is not None]
+        norms = [getattr(self, name) for name in NORMS]
         found = [getattr(self, name).bias for name in OPERATORS]
         if self.recurrence is not None:
             norms.append(self.recurrence.norm)
             found += [getattr(self.recurrence, name) for name in VECTORS]
-        found += [each for norm in norms for each in (norm.weight, norm.bias)]
+        found += [each for norm in norms if norm is not None for each in (norm.weight, norm.bias)]
         if self.router is not None:
             found += [self.router.matrix, self.router.bias, self.router.scale]
         return [each for each in (*found, self.factor) if each is not None]
@@ -161,8 +161,9 @@ class LayerLayout:
         operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
         recurrence = None
-        if (own := norms.pop("out_norm", None)) is not None:
-            recurrence = RecurrenceWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
+        if "taps" in tensors:
+            vectors = {name: tensors[name] for name in VECTORS if name in tensors}
+            recurrence = RecurrenceWeights(**vectors, norm=norms.get("out_norm"))
         named = {name: norms.get(name) for name in NORMS}
         router = None
         if (matrix := tensors.get("router")) is not None:

@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention
+from offload.config.block import BLOCK_NORMS, Attention, DeltaRule, ShortConvolution
 from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
@@ -137,7 +137,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         yield Source(name, rows, rotates=letter != "v")
         first += size
     if attention.gate:
-        yield Source(gate, _times(heads, dim))
+        yield Source(gate, heads if attention.gates_heads else _times(heads, dim))
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
@@ -149,26 +149,28 @@ def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
 
 def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
     if whole.block.attends:
-        mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
+        mixer = whole.names.out, _times(shard.heads(whole), whole.head_dim)
     else:
         mixer = whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
     return {"o": mixer, "down": (whole.names.network(whole.block)[2], shard.inner(whole))}
 
 
 def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:
-    """The shard's rows of each of `DeltaRule.parts`, within that part."""
+    """The shard's rows of each of the recurrence's parts, within that part."""
     delta, heads = whole.block.recurrence, shard.value_heads(whole)
+    if isinstance(delta, ShortConvolution):
+        return [heads] * len(delta.parts)
     keys, values = _times(shard.key_heads(whole), delta.key_dim), _times(heads, delta.value_dim)
     return [keys, keys, values, values, heads, heads]
 
 
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:
-    """The rows of each part of a delta rule; parts of one name are in one tensor, one after the other, or one after the
+    """The rows of each part of a recurrence; parts of one name are in one tensor, one after the other, or one after the
     other for each key head."""
     delta, grouped = whole.block.recurrence, whole.names.recurrence.grouped
     parts = [*zip(names, delta.parts, strict=False)]
     for at, (name, size) in enumerate(parts):
-        groups = delta.num_key_heads if name in grouped else 1
+        groups = delta.num_key_heads if isinstance(delta, DeltaRule) and name in grouped else 1
         before, width = (sum(other for same, other in some if same == name) // groups for some in (parts[:at], parts))
         size //= groups
         for group in range(rows[at].start // size, -(-rows[at].stop // size)):
@@ -178,12 +180,13 @@ def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -
 
 
 def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
-    """The sources of a delta rule's vectors; of its taps each row is a channel's."""
-    names, delta = whole.names.recurrence, whole.block.recurrence
-    if vector != "taps":
+    """The sources of a recurrence's vectors; of its taps each row is a channel's."""
+    names, width = whole.names.recurrence, whole.block.recurrence.width
+    if vector in ("decay", "time_bias"):
         return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
+    kind, columns = ("weight", range(width)) if vector == "taps" else ("bias", None)
     found = _of_parts(whole, names.taps, recurrence_rows(whole, shard))
-    return [replace(part, name=f"{part.name}.weight", columns=range(delta.width)) for part in found]
+    return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in found]
 
 
 def _times(heads: range, dim: int) -> range:

@@ -163,6 +163,8 @@ FILES: dict[str, dict[str, object]] = {
     "minimax_m2": WIDE,
     "ernie4_5_moe": {**WIDE, **EXPERTS},
     "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
+    "lfm2": {**WIDE, "hidden_size": 512, "block_multiple_of": 512},
+    "lfm2_moe": {**WIDE, **EXPERTS},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
@@ -180,8 +182,9 @@ KINDS_OF = {
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
     "qwen3_next": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
-    "minimax_m2": ("Q8_0",),
+    **dict.fromkeys(("minimax_m2", "lfm2_moe"), ("Q8_0",)),
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
+    "lfm2": ("F32", "Q8_0", "Q4_K and others"),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }
 

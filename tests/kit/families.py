@@ -118,6 +118,7 @@ ERNIE_EXPERTS: dict[str, object] = {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "moe_num_shared_experts": 2,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 TINY: dict[str, Tiny] = {
     "granite": _with("granite", **MULTIPLIED),
     "granite, biased and tied": _with(
@@ -409,6 +410,27 @@ TINY: dict[str, Tiny] = {
         },
         "glm4v_moe",
     ),
+    "lfm2": _with("lfm2", **CONVOLUTIONS, block_multiple_of=64),
+    "lfm2, biased": _with(
+        "lfm2", num_hidden_layers=3, full_attn_idxs=[2, 0], conv_bias=True, conv_L_cache=5, norm_eps=1e-3,
+        block_auto_adjust_ff_dim=False, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "lfm2_moe": _with("lfm2_moe", **EXPERTS, **CONVOLUTIONS, num_dense_layers=1),
+    "lfm2_moe, without biases": _with(
+        "lfm2_moe", **EXPERTS | {"num_experts_per_tok": 2}, num_hidden_layers=3, num_dense_layers=0, conv_L_cache=2,
+        use_expert_bias=False, norm_topk_prob=False, routed_scaling_factor=1.5, num_key_value_heads=4,
+        layer_types=["full_attention", "conv", "full_attention"], tie_word_embeddings=True,
+    ),
+    "lfm3": _with(
+        "lfm3", num_hidden_layers=5, sliding_window=9,
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                         "full_attention": PROPORTIONAL},
+    ),
+    "lfm3, plain": _with(
+        "lfm3", num_hidden_layers=3, sliding_window=14, use_sandwich_norm=False, use_attention_gate=False,
+        attention_bias=True, conv_bias=True, conv_L_cache=3, norm_eps=1e-3, num_key_value_heads=1,
+        layer_types=["sliding_attention", "conv", "full_attention"], rope_parameters=None, tie_word_embeddings=True,
+    ),
     "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
     "starcoder2, a window": _with(
         "starcoder2", sliding_window=9, num_hidden_layers=3, use_bias=False, tie_word_embeddings=False,
@@ -491,7 +513,7 @@ def _weighted(model: PreTrainedModel, tiny: Tiny, seed: int) -> PreTrainedModel:
         for part, factor in model.named_buffers():
             if part.endswith("layer_scalar"):
                 factor.copy_(1.0 + 0.3 * torch.randn(1, generator=generator))
-            elif part.endswith("correction_bias"):
+            elif part.endswith(("correction_bias", "expert_bias")):
                 factor.copy_(0.3 * torch.randn(factor.shape, generator=generator))
     return model
 

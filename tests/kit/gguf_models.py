@@ -38,8 +38,10 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "glm4v_moe_text": "glm4moe",
     "minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe", "hunyuan_v1_moe": "hunyuan-moe",
     "exaone_moe": "exaone-moe", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "solar_open": "glm4moe",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
+CONVOLVED = ("lfm2", "lfm2moe")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
@@ -49,6 +51,7 @@ WHOLE_NAMES = {  # in a layer; the package has none for them
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
 }  # fmt: skip
+UNLISTED = {"lm_head.weight": "output.weight"}  # of LFM2's mixtures, which llama.cpp reads nevertheless
 LAYER_NORM = {
     "cohere": "layer_norm_eps",
     "cohere2": "layer_norm_eps",
@@ -107,6 +110,7 @@ def write_gguf(
             of_head(name, config)
             or in_layer(block_name(name, config))
             or names.get_name(block_name(name, config), (".weight", ".bias"))
+            or UNLISTED.get(name, "")
         )
         assert renamed, name
         changed = converted(name, tensor, config, arch) if numbers is None else torch.from_numpy(numbers[name])
@@ -224,9 +228,11 @@ def block_name(name: str, config: dict[str, Any]) -> str:
     if name.startswith("mtp.layers."):
         _, _, number, rest = name.split(".", 3)
         return f"model.layers.{config['num_hidden_layers'] + int(number)}.{rest}"
-    return name.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias") + (
-        ".weight" if name.endswith(".sinks") else ""
-    )
+    for own, known in (
+        (".dt_bias", ".dt_proj.bias"), ("correction_bias", "correction.bias"), (".expert_bias", ".expert_bias.bias"),
+    ):  # fmt: skip
+        name = name.replace(own, known)
+    return name + (".weight" if name.endswith(".sinks") else "")
 
 
 def of_head(name: str, config: dict[str, Any]) -> str:
@@ -238,6 +244,8 @@ def of_head(name: str, config: dict[str, Any]) -> str:
 def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
     if "linear_attn" in name:
         return with_states(name, tensor, config)
+    if name.endswith("conv.conv.weight"):
+        return tensor.squeeze(1)
     if name.endswith("shared_expert_gate.weight"):
         return tensor.squeeze(0)
     if arch in PLUS_ONE and ("norm.weight" in name or ".pre_fc_norm" in name):
@@ -274,7 +282,9 @@ def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.ndarray:
     numbers = np.ascontiguousarray(tensor.numpy())
-    in_fp32 = numbers.ndim == 1 or any(each in name for each in (".bias", "_norm", "conv1d", "ffn_gate_inp"))
+    in_fp32 = numbers.ndim == 1 or any(
+        each in name for each in (".bias", "_norm", "conv1d", "shortconv.conv", "ffn_gate_inp")
+    )
     if in_fp32 or numbers.shape[-1] % 32:
         kind = "F32" if kind not in NUMBERS or in_fp32 else kind
     if kind in NUMBERS:
@@ -336,14 +346,16 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     if "intermediate_size" in config:
-        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_feed_forward_length(adjusted(config))
     writer.add_head_count(heads)
-    if arch != "gemma4":
+    if arch in CONVOLVED:
+        _convolutions(writer, config)
+    elif arch != "gemma4":
         writer.add_head_count_kv(config["num_key_value_heads"])
     if config["model_type"] in LAYER_NORM:
         writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
     else:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_layer_norm_rms_eps(config["norm_eps" if arch in CONVOLVED else "rms_norm_eps"])
     if config.get("head_dim") and arch not in ("granite", "gemma4"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -405,6 +417,24 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
     elif arch == "phi3":
         writer.add_sliding_window(0)
+
+
+def adjusted(config: dict[str, Any]) -> int:
+    """The inner rows of a feed-forward network, as LFM2 has them."""
+    size: int = config["intermediate_size"]
+    if not config.get("block_auto_adjust_ff_dim"):
+        return size
+    multiple = config["block_multiple_of"]
+    factored = int(config["block_ffn_dim_multiplier"] * int(2 * size / 3))
+    return int(multiple * ((factored + multiple - 1) // multiple))
+
+
+def _convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_head_count_kv([config["num_key_value_heads"] * ("attention" in each) for each in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if writer.arch == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _first(config: dict[str, Any], *keys: str) -> Any:

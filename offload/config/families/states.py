@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from offload.config.block import DeltaRule, Norm, Recurrence
-from offload.config.families.windows import FULL
+from offload.config.block import DeltaRule, Norm, Recurrence, ShortConvolution
+from offload.config.families.windows import FULL, WINDOWED
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-STATEFUL = "linear_attention"
+STATEFUL, CONVOLVED = "linear_attention", "conv"
 _MOST_TAPS = 8  # that the CPU's kernels know
 
 
@@ -35,17 +35,34 @@ def read_delta_rule(
     return found
 
 
+def read_short_convolution(source: Fields, *, width: int) -> ShortConvolution:
+    """The short convolution of all layers that have one. width: the family's default."""
+    bias, taps = source.flag("conv_bias", False), source.integer("conv_L_cache", _MOST_TAPS, default=width)
+    if taps < 2:
+        source.refuse("conv_L_cache", "2 or more")
+    return ShortConvolution(source.integer("hidden_size", 1 << 20), taps, bias, bias, bias)
+
+
 def stateful_layers(source: Fields, period_key: str, period: int) -> list[int]:
     """The numbers of the layers with a state: as listed, or all but every n-th, where the field `period_key` gives
     n."""
-    count, types = source.integer("num_hidden_layers", 1 << 12), source.data.get("layer_types")
-    if types is None:
-        step = source.integer(period_key, 1 << 12, default=period)
-        types = [STATEFUL if (layer + 1) % step else FULL for layer in range(count)]
-    if not isinstance(types, list) or len(types) < count or any(kind not in (FULL, STATEFUL) for kind in types):
-        source.refuse("layer_types", f"a list of {FULL} and {STATEFUL}, one for each of {count} layers")
-    found = [layer for layer, kind in enumerate(types[:count]) if kind == STATEFUL]
-    return source.refuse("layer_types", f"{FULL} in one layer at least") if len(found) == count else found
+
+    def unnamed(layer: int) -> str:
+        return STATEFUL if (layer + 1) % source.integer(period_key, 1 << 12, default=period) else FULL
+
+    kinds = layer_kinds(source, (FULL, STATEFUL), unnamed)
+    return [layer for layer, kind in enumerate(kinds) if kind == STATEFUL]
+
+
+def layer_kinds(source: Fields, known: Collection[str], unnamed: Callable[[int], str]) -> list[str]:
+    """The kind of each layer, of those that are known. unnamed: gives it where the config does not list them."""
+    count, kinds = source.integer("num_hidden_layers", 1 << 12), source.data.get("layer_types")
+    if kinds is None:
+        kinds = [unnamed(layer) for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in known for kind in kinds):
+        source.refuse("layer_types", f"a list of {' and '.join(known)}, one for each of {count} layers")
+    attends = {FULL, WINDOWED}.intersection(kinds[:count])
+    return kinds[:count] if attends else source.refuse("layer_types", f"{FULL} in one layer at least")
 
 
 def with_states(config: ModelConfig, recurrence: Recurrence, layers: Collection[int], **block: Any) -> ModelConfig:

@@ -64,6 +64,7 @@ def _shape(delta: DeltaRule) -> dict[str, object]:
 def _run(
     delta: DeltaRule, weights: RecurrenceWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
 ) -> Tensor:
+    assert weights.norm is not None
     assert weights.norm.bias is None
     assert not delta.norm.centred
     aligned = is_aligned(delta)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import DeltaRule
+from offload.config.block import DeltaRule, ShortConvolution
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
-from offload.kernels.gpu import activation, copies, delta, experts, quantised_products, stored_products
+from offload.kernels.gpu import activation, convolution, copies, delta, experts, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
@@ -55,7 +55,7 @@ GPU_KERNELS = DeviceKernels(
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,
     gated=activation.gated,
-    recurrences={DeltaRule: delta.delta_rule},
+    recurrences={DeltaRule: delta.delta_rule, ShortConvolution: convolution.short_convolution},
     experts=experts.run_experts,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,

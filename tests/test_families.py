@@ -91,7 +91,10 @@ def reference(name: str, tokens: Sequence[int]) -> Tensor:
 
 @cache
 def _reference(name: str, tokens: tuple[int, ...]) -> Tensor:
-    logits: Tensor = random_tiny(name)(torch.tensor([tokens])).logits[0]
+    model = random_tiny(name)
+    shares = getattr(model.config, "num_kv_shared_layers", 0)  # then by default (5.24) it fails where there is no table
+    some = {"logits_to_keep": torch.arange(len(tokens))} if shares else {}
+    logits: Tensor = model(torch.tensor([tokens]), **some).logits[0]
     return logits
 
 
@@ -200,6 +203,15 @@ def text(**fields: object) -> dict[str, object]:
         (TINY["lfm3"].config() | {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
         (TINY["lfm3"].config() | {"sliding_window": 0}, "sliding_window is 0"),
         (TINY["gemma4_unified"].config() | {"enable_moe_block": True}, "enable_moe_block is true"),
+        (TINY["gemma4_unified"].config() | {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1; it must be 0"),
+        (
+            TINY["gemma4_unified"].config() | {"hidden_size_per_layer_input": 8},
+            "hidden_size_per_layer_input is 8; it must be 0",
+        ),
+        (
+            TINY["gemma4, inputs of layers"].config() | {"vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input is 9; it must be vocab_size",
+        ),
         (TINY["glm4"].config() | {"head_dim": 6}, "partial_rotary_factor"),
         (
             TINY["glm4"].config()
@@ -519,6 +531,11 @@ FLAGS: dict[str, Change] = {
     "attention.scale": _attention(scale=lambda own: 2 * own.score_scale),
     "attention.cap": _attention(cap=lambda own: None if own.cap else 0.5),
     "logits_cap": lambda config: replace(config, logits_cap=None if config.logits_cap else 0.5),
+    "shares": _attention(shares=lambda own: False),
+    "input_size": _block(input_size=lambda block: 0),
+    "eps of the table": lambda config: replace(
+        config, layer_table=config.layer_table and replace(config.layer_table, norm=Norm(30.0))
+    ),
     "window": _attention(window=lambda own: None if own.window else 5),
     "gate": _attention(gate=lambda own: not own.gate),
     "sink_logits": _attention(sink_logits=lambda own: not own.sink_logits),
@@ -671,7 +688,7 @@ def test_kernels_have_to_know_the_heads_of_all_layers() -> None:
         ({"per_layer_config": {"x": {}}}, "by the numbers of layers"),
         ({"global_head_dim": 7}, "global_head_dim is 7; it must be even"),
         ({"num_global_key_value_heads": 3}, "num_global_key_value_heads is 3; it must be KV heads that divide"),
-        ({"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is missing"),
+        ({"hidden_size_per_layer_input": ...}, "vocab_size_per_layer_input is missing; it must be vocab_size,"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
         ({"enable_moe_block": True}, "num_experts is missing"),
         ({"enable_moe_block": True, "num_experts": 4}, "moe_intermediate_size is missing"),

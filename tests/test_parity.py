@@ -94,9 +94,11 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 @torch.inference_mode()
 def in_prefill(decoder: Decoder, cache: Cache, tokens: list[int], prefill_block: int) -> Tensor:
     """The logits of all rows of one forward in phase "prefill"."""
-    rows = resident_rows(decoder, prefill_block)
-    decoder.prefill(cache, tokens, rows)
-    return decoder.logits(rows.rows)
+    parts = list[Tensor]()
+    decoder.prefill(
+        cache, tokens, resident_rows(decoder, prefill_block), on_hidden=lambda start, x: parts.append(x.clone())
+    )
+    return decoder.logits(torch.cat(parts))
 
 
 def in_decoding(decoder: Decoder, cache: Cache, tokens: list[int], step: int) -> Tensor:

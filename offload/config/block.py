@@ -10,7 +10,7 @@ from offload.config.rope import Rope
 FACTOR_BYTES = 64  # of memory for the factor on a layer's rows
 BLOCK_NORMS = (
     *("before_attention", "after_attention", "before_feed_forward", "after_feed_forward"),
-    *("before_router", "before_experts", "after_experts", "after_network"),
+    *("before_router", "before_experts", "after_experts", "after_network", "after_input"),
 )
 # gelu_tanh: GELU by its approximation with tanh. clamped_silu: gpt-oss's, of a gate alone (kernels/activation.py).
 Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
@@ -51,7 +51,8 @@ class Attention:
     cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the sigmoid of
     another projection of the rows, which has a number for each of its numbers, or for each head if `gates_heads`.
     sink_logits: each head has a logit of its own in its rows' softmax, beside the scores and without a value (the
-    attention sinks of gpt-oss).
+    attention sinks of gpt-oss). shares: the layer has no keys and values of its own; it attends to those of the last
+    layer before it that has some and sees as much (`ModelConfig.sources`).
     """
 
     num_heads: int
@@ -72,6 +73,7 @@ class Attention:
     gate: bool = False
     gates_heads: bool = False
     sink_logits: bool = False
+    shares: bool = False
 
     @property
     def q_size(self) -> int:
@@ -93,9 +95,10 @@ class Attention:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one."""
-        values = [] if self.values_are_keys else [self.kv_size]
-        return (self.q_size, self.kv_size, *values, *([self.gate_size] if self.gate else []))
+        """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one; of k
+        and v nothing in a layer that shares those of another."""
+        own = 0 if self.shares else 1 if self.values_are_keys else 2
+        return (self.q_size, *[self.kv_size] * own, *([self.gate_size] if self.gate else []))
 
     @property
     def gate_size(self) -> int:
@@ -304,18 +307,21 @@ class Experts:
 class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
-    any, ups and downs; all experts of a layer have the same. () if all are plain."""
+    any, ups and downs; all experts of a layer have the same. () if all are plain. input_gate, input_out: of a layer
+    with an input."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
     gate_up: tuple[str, ...] = ()
     down: str = ""
     experts: tuple[str, ...] = ()
+    input_gate: str = ""
+    input_out: str = ""
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts)
+        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, self.input_gate, self.input_out)
 
 
 @dataclass(frozen=True)
@@ -327,6 +333,9 @@ class Block:
 
     Experts and their router read the rows that the network reads, unless they have norms of their own, before_experts
     and before_router. after_experts, after_network: norms of both outputs before their sum, in a layer that has both.
+
+    input_size: numbers of the layer's own input of each token (config/layer_table.py); 0: it has none. With one,
+    x += after_input(out(activation(gate(x)) * input)) comes last, with the activation of the feed-forward network.
     """
 
     mixer: Mixer = field(metadata={"digested_as": "attention"})
@@ -344,6 +353,8 @@ class Block:
     before_experts: Norm | None = None
     after_experts: Norm | None = None
     after_network: Norm | None = None
+    input_size: int = 0
+    after_input: Norm | None = None
 
     @property
     def attention(self) -> Attention:

@@ -31,6 +31,12 @@ def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConf
         table_encoding=table,
         head_encoding=table if config.tie_embeddings else encoding_of(config.names.head),
         next_token=None if head is None else of_layers(head)[0],
+        layer_table=config.layer_table
+        and replace(
+            config.layer_table,
+            encoding=encoding_of(config.names.layer_table),
+            projection_encoding=encoding_of(config.names.layer_projection),
+        ),
     )
 
 
@@ -40,12 +46,14 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
     if not config.is_head:
         found |= {config.names.embeddings: config.table}
         found |= {} if config.tie_embeddings else {config.names.head: config.head}
+        found |= config.of_layer_table
     for index, block in enumerate(config.blocks):
         layer, names = config.layer_name(index), _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
-        for operator, own in of_operators.items():
-            for name, part in zip(own, parts[operator], strict=True):
+        of_operators |= {"input_gate": (names.input_gate,), "input_out": (names.input_out,)}
+        for operator, own_parts in parts.items():
+            for name, part in zip(of_operators[operator], own_parts, strict=True):
                 if part.outputs and part.inputs:
                     _add(found, layer + name, part)
         for own, part in zip(names.experts, expert_matrices(block, config.hidden_size).values(), strict=True):
@@ -70,6 +78,8 @@ class _MatrixNames:
     gate_up: tuple[str, ...]
     down: str
     experts: tuple[tuple[str, ...], ...]
+    input_gate: str
+    input_out: str
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
@@ -79,7 +89,8 @@ class _MatrixNames:
         gate_up = [gate, up] if inner.gated else [up]
         weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down])]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts)
+        of_input = (f"{names.input_gate}.weight", f"{names.input_out}.weight")
+        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts, *of_input)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -90,7 +101,7 @@ def _of_experts(name: str, block: Block) -> tuple[str, ...]:
 
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
     """The names of the matrices of an attention's projections."""
-    letters = ["q", "k"] if attention.values_are_keys else ["q", "k", "v"]
+    letters = "q" if attention.shares else "qk" if attention.values_are_keys else "qkv"
     return [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters] + [names.gate] * attention.gate
 
 
@@ -107,6 +118,8 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         tuple(map(of, stored.gate_up)) if has_network else (),
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
+        of(stored.input_gate) if block.input_size else "",
+        of(stored.input_out) if block.input_size else "",
     )
     return found if any(found.every) else Encodings()
 

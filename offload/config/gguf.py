@@ -18,7 +18,7 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
-from offload.config.gguf_layers import KV_HEADS
+from offload.config.gguf_layers import INNER, KV_HEADS
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
@@ -118,7 +118,6 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     common: dict[str, object] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": _inner_size(values),
         "num_hidden_layers": values.head_layers().start,
         "num_attention_heads": heads,
         "head_dim": head_dim,
@@ -129,6 +128,8 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "bos_token_id": values.token("bos"),
         "eos_token_id": values.ends(),
     }
+    if INNER not in architecture.reads:
+        common["intermediate_size"] = _inner_size(values)
     if KV_HEADS not in architecture.reads:
         common["num_key_value_heads"] = values.alike(KV_HEADS, heads)
     common |= rope_settings(values, head_dim)
@@ -138,7 +139,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
 
 def _inner_size(values: Metadata) -> int:
     """The inner rows of a layer without experts. A file whose layers all have experts may leave that out."""
-    of_layers, of_experts = "feed_forward_length", "expert_feed_forward_length"
+    of_layers, of_experts = INNER, "expert_feed_forward_length"
     is_left_out = values.data.get(of_layers, 0) == 0 and of_experts in values.data
     return values.alike(of_experts if is_left_out else of_layers)
 

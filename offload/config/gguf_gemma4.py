@@ -8,13 +8,15 @@ from offload.config.families.windows import FULL, WINDOWED
 from offload.config.gguf_experts import EXPERTS, experts
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Items
-from offload.config.gguf_layers import KV_HEADS, PATTERN, WINDOW, WINDOWS, Fields, layer_types, number
+from offload.config.gguf_layers import INNER, KV_HEADS, PATTERN, WINDOW, WINDOWS, Fields, layer_types, number
 from offload.config.gguf_rope import rotated_share
 from offload.config.rope import PROPORTIONAL
+from offload.fields import MOST_SIZE, whole
 
 _COUNT, _CAP = "expert_count", "final_logit_softcapping"
 _EVERY = 6  # layers, of which one has no window where a file lists none
-GEMMA4 = EXPERTS | WINDOWS | {KV_HEADS, _CAP}
+_SHARED, _INPUT = "attention.shared_kv_layers", "embedding_length_per_layer_input"
+GEMMA4 = EXPERTS | WINDOWS | {KV_HEADS, INNER, _CAP, _SHARED, _INPUT}
 
 
 def gemma4(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -27,8 +29,12 @@ def gemma4(values: Metadata, common: Mapping[str, object]) -> Fields:
     kv_heads = _kv_heads(values, types, int(number(common, "num_attention_heads")))
     mixture = {"enable_moe_block": True, **experts(values, used="top_k_experts")} if values.optional(_COUNT) else {}
     full = {"head_dim": heads[FULL], "num_key_value_heads": kv_heads[FULL]}
+    shared = values.get(_SHARED, whole(0, len(types) - 1), 0)
     return {
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": values.get(_INPUT, whole(0, MOST_SIZE), 0),
+        "vocab_size_per_layer_input": common["vocab_size"],
+        "num_kv_shared_layers": shared,
+        **_inner_sizes(values, shared),
         "head_dim": heads[WINDOWED],
         "num_key_value_heads": kv_heads.get(WINDOWED, kv_heads[FULL]),
         "per_layer_config": {str(layer): full for layer, kind in enumerate(types) if kind == FULL},
@@ -39,6 +45,18 @@ def gemma4(values: Metadata, common: Mapping[str, object]) -> Fields:
         _CAP: values.optional(_CAP),
         **mixture,
     }
+
+
+def _inner_sizes(values: Metadata, shared: int) -> Fields:
+    """The sizes of feed-forward networks: one for all layers, or in the `shared` last ones twice that of the others."""
+    if not isinstance(values.data.get(INNER), Items):
+        return {"intermediate_size": values.integer(INNER)}
+    sizes = values.values(INNER)
+    first, own = sizes[0], {*sizes[: len(sizes) - shared]}
+    wide = {*sizes[len(sizes) - shared :]} == {2 * first} if isinstance(first, int) else False
+    if {*sizes} != {first} and not (wide and own == {first}):
+        values.refuse(INNER, f"the same in all layers, or twice that in the last {shared}, which share caches")
+    return {"intermediate_size": first, "use_double_wide_mlp": wide}
 
 
 def _head_dims(values: Metadata, full: int) -> dict[str, int]:

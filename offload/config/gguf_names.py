@@ -28,6 +28,11 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
     """
     parts, whole_of_layer, of_head = _parts(names), _whole_names(names), _of_head(names)
     whole = {TABLE: names.embeddings, HEAD: names.head}
+    whole |= {
+        "per_layer_token_embd.weight": names.layer_table,
+        "per_layer_model_proj.weight": names.layer_projection,
+        "per_layer_proj_norm.weight": names.layer_norm,
+    }
     last_norms = ("output_norm", _EMBEDDING_NORM) if names.last_norm == "embedding_norm" else ("output_norm",)
     found: dict[str, str] = {}
     for name in stored:
@@ -81,6 +86,9 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "pre_ffw_norm_2": names.before_experts,
         "post_ffw_norm_1": names.after_network,
         "post_ffw_norm_2": names.after_experts,
+        "inp_gate": names.input_gate,
+        "proj": names.input_out,
+        "post_norm": names.after_input,
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
         "attn_v": "self_attn.v_proj",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from offload.config.block import Block
 from offload.formats.encodings import ENCODINGS
 
-OPERATORS = ("qkv", "o", "gate_up", "down")
+OPERATORS = ("qkv", "o", "gate_up", "down", "input_gate", "input_out")  # the last two of a layer with an input
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -28,7 +28,7 @@ class Matrix:
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
+    """The parts of each of OPERATORS that the layer has from top to bottom, ordered as in `Encodings`."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
@@ -36,6 +36,9 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
     }
+    if size := block.input_size:
+        shapes["input_gate"] = ((size,), hidden_size, (stored.input_gate,))
+        shapes["input_out"] = ((hidden_size,), size, (stored.input_out,))
     return {
         name: tuple(
             Matrix(rows, inputs, kind) for rows, kind in zip(outputs, kinds or [""] * len(outputs), strict=True)
@@ -81,7 +84,7 @@ def expert_bytes(block: Block, hidden_size: int, dtype_bytes: int) -> int:
 
 
 def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The matrices of each of OPERATORS: its parts, with neighbours of one encoding joined."""
+    """The matrices of each of OPERATORS that the layer has: its parts, with neighbours of one encoding joined."""
     return {name: _joined(parts) for name, parts in layer_parts(block, hidden_size).items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from offload.config.block import (
     Norm,
     Recurrence,
 )
+from offload.config.layer_table import LayerTable
 from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices
 from offload.config.names import TensorNames
 from offload.config.rope import Rope
@@ -36,14 +37,14 @@ class ModelConfig:
     constructor does not.
 
     blocks: the layers, first to last, of which one attends at least. Growing layers have heads of one shape, layers
-    with a window too, and layers with a state one mixer. norm: the final norm. embedding_scale, logits_scale: factors
-    on embeddings and logits. rounds_embedding_scale: the factor is rounded to the dtype first. logits_cap: the cap
-    of scaled logits, as `Attention.cap` of scores. embedding_norm: the norm of embeddings. dtype: the dtype that
-    the weights are meant to be computed in. wrapper: the model_type of the model that contains this language model.
-    table_encoding, head_encoding: of the embedding's table and of the head, see `Encodings`; both are the same if
-    the head is the table. quantisation: the rules from which the encodings follow, if config.json has some.
-    next_token: the layer of its next-token head (MTP), if it has one. suppressed: tokens that are never drawn.
-    is_head: this is such a head by itself (config/next_token.py).
+    with a window too, and layers with a state one mixer. Layers that share keys and values come last. norm: the final
+    norm. embedding_scale, logits_scale: factors on embeddings and logits. rounds_embedding_scale: the factor is rounded
+    to the dtype first. logits_cap: the cap of scaled logits, as `Attention.cap` of scores. embedding_norm: the norm of
+    embeddings. dtype: the dtype that the weights are meant to be computed in. wrapper: the model_type of the model that
+    contains this language model. table_encoding, head_encoding: of the embedding's table and of the head, see
+    `Encodings`; both are the same if the head is the table. quantisation: the rules from which the encodings follow, if
+    config.json has some. next_token: the layer of its next-token head (MTP), if it has one. suppressed: tokens that are
+    never drawn. layer_table: of the inputs of layers. is_head: this is such a head by itself (config/next_token.py).
     """
 
     family: str
@@ -69,6 +70,7 @@ class ModelConfig:
     next_token: Block | None = None
     suppressed: tuple[int, ...] = ()
     is_head: bool = False
+    layer_table: LayerTable | None = None
 
     @property
     def num_layers(self) -> int:
@@ -146,18 +148,55 @@ class ModelConfig:
 
     @cached_property
     def growing(self) -> tuple[int, ...]:
-        """The layers whose rows see all tokens, by number."""
-        return tuple(at for at, block in enumerate(self.blocks) if block.attends and block.attention.window is None)
+        """The layers with keys and values of their own whose rows see all tokens, by number: each has a cache."""
+        return tuple(at for at in self._caching if self.blocks[at].attention.window is None)
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """The layers whose rows see a window."""
-        return tuple(at for at, block in enumerate(self.blocks) if block.attends and block.attention.window is not None)
+        """The layers with keys and values of their own whose rows see a window."""
+        return tuple(at for at in self._caching if self.blocks[at].attention.window is not None)
+
+    @property
+    def _caching(self) -> tuple[int, ...]:
+        return tuple(at for at in self.attending if not self.blocks[at].attention.shares)
 
     @cached_property
     def attending(self) -> tuple[int, ...]:
         """The layers that attend, with a window or without."""
-        return tuple(sorted((*self.growing, *self.windowed)))
+        return tuple(at for at, block in enumerate(self.blocks) if block.attends)
+
+    @cached_property
+    def sources(self) -> Mapping[int, int]:
+        """For each layer that attends the one whose keys and values it reads: itself, or for one that shares the last
+        one before it that has some and sees as much."""
+        last, found = dict[bool, int](), dict[int, int]()
+        for at in self.attending:
+            own = self.blocks[at].attention
+            if not own.shares:
+                last[own.window is None] = at
+            if (source := last.get(own.window is None)) is not None:  # else this is a layer by itself
+                found[at] = source
+        return found
+
+    def readers(self, caches: Sequence[int]) -> tuple[int, ...]:
+        """The layers that read the keys and values of layers `caches`."""
+        return tuple(at for at, source in self.sources.items() if source in caches)
+
+    def reads(self, caches: Sequence[int]) -> tuple[int, ...]:
+        """The cache that each of `readers` reads, by its place among `caches`."""
+        return tuple(caches.index(self.sources[at]) for at in self.readers(caches))
+
+    @cached_property
+    def prefilled(self) -> ModelConfig:
+        """The model's first layers, up to the last one that a later token sees something of, which is all of a prompt
+        that has to run: a layer behind it shares the keys and values of others."""
+        shares = [block.attends and block.attention.shares for block in self.blocks]
+        return replace(self, blocks=self.blocks[: max((at + 1 for at, own in enumerate(shares) if not own), default=0)])
+
+    @cached_property
+    def shares_windows(self) -> bool:
+        """Whether layers read the keys and values of another one's window."""
+        return len(self.readers(self.windowed)) > len(self.windowed)
 
     @cached_property
     def stateful(self) -> tuple[int, ...]:
@@ -171,8 +210,8 @@ class ModelConfig:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The window of each windowed layer in tokens."""
-        windows = (self.blocks[layer].attention.window for layer in self.windowed)
+        """The window in tokens of each layer that has one."""
+        windows = (self.blocks[layer].attention.window for layer in self.readers(self.windowed))
         return tuple(window for window in windows if window is not None)
 
     @property
@@ -198,6 +237,7 @@ class ModelConfig:
                 cap=None,
                 gate=False,
                 sink_logits=False,
+                shares=False,
             ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
@@ -252,12 +292,14 @@ class ModelConfig:
 
     @cached_property  # plans ask for these thousands of times
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
-        mixer, inner = self.block.mixer, self.block.feed_forward
+        mixer, inner, size = self.block.mixer, self.block.feed_forward, self.block.input_size
+        of_input = ((size, self.hidden_size, False), (self.hidden_size, size, False)) if size else ()
         return (
             (sum(mixer.parts), self.hidden_size, mixer.bias),
             (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
+            *of_input,
         )
 
     @cached_property
@@ -288,7 +330,8 @@ class ModelConfig:
     def plain(self) -> ModelConfig:
         """The description of the model with plain numbers in all matrices."""
         blocks = self.mapped(lambda block: replace(block, encodings=Encodings())).blocks
-        return replace(self, blocks=blocks, table_encoding="", head_encoding="")
+        layers = self.layer_table and replace(self.layer_table, encoding="", projection_encoding="")
+        return replace(self, blocks=blocks, table_encoding="", head_encoding="", layer_table=layers)
 
     @property
     def table(self) -> Matrix:
@@ -300,18 +343,33 @@ class ModelConfig:
         """The matrix of the logits: the embedding's table itself if it is tied."""
         return Matrix(self.vocab_size, self.hidden_size, self.head_encoding)
 
+    @cached_property
+    def of_layer_table(self) -> dict[str, Matrix]:
+        """The layer table and the projection of embeddings beside it, by name; empty without them."""
+        if (own := self.layer_table) is None:
+            return {}
+        numbers = self.num_layers * own.size
+        return {
+            self.names.layer_table: Matrix(self.vocab_size, numbers, own.encoding),
+            self.names.layer_projection: Matrix(numbers, self.hidden_size, own.projection_encoding),
+        }
+
+    def layer_table_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of the layer table, which is read by rows from its file; 0 without one."""
+        return self.of_layer_table[self.names.layer_table].nbytes(dtype_bytes) if self.layer_table else 0
+
     def layer_matrix_elements(self) -> int:
         """Elements of the matrices of `block`, without its experts."""
         return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
 
     def layer_row_elements(self) -> int:
-        """Elements of the matrices of `block` that a row is multiplied with, two FLOPs for each. The router and the
-        experts in use count."""
-        experts = self.block.experts
+        """Elements of the matrices of `block` that a row is multiplied with, two FLOPs for each. The router, the
+        experts in use and the projection of embeddings to the layer's input count."""
+        experts, always = self.block.experts, self.layer_matrix_elements() + self.block.input_size * self.hidden_size
         if experts is None:
-            return self.layer_matrix_elements()
+            return always
         each = expert_parameters(self.block, self.hidden_size)
-        return self.layer_matrix_elements() + experts.used * each + experts.num_scores * self.hidden_size
+        return always + experts.used * each + experts.num_scores * self.hidden_size
 
     def expert_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one expert of `block`; 0 if it has none."""
@@ -349,13 +407,17 @@ class ModelConfig:
         """Parameters of the whole model; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         layers = self.all_layers(ModelConfig.layer_parameters)
-        return embeddings + layers + self.hidden_size * (1 + self.norm.bias)
+        inputs = sum(each.outputs * each.inputs for each in self.of_layer_table.values())
+        inputs += self.layer_table.size if self.layer_table else 0
+        return embeddings + inputs + layers + self.hidden_size * (1 + self.norm.bias)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights at `dtype_bytes` per element."""
-        vectors = self.hidden_size * (1 + self.norm.bias)
+        vectors = self.hidden_size * (1 + self.norm.bias) * self.norm.itemsize(dtype_bytes)
         tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
-        return self.layers_weight_bytes(dtype_bytes) + tables + vectors * self.norm.itemsize(dtype_bytes)
+        tables += sum(each.nbytes(dtype_bytes) for each in self.of_layer_table.values())
+        vectors += self.layer_table.size * self.layer_table.norm.itemsize(dtype_bytes) if self.layer_table else 0
+        return self.layers_weight_bytes(dtype_bytes) + tables + vectors
 
     def layers_weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights of all layers, with their experts."""
@@ -384,8 +446,14 @@ class ModelConfig:
         return len(self.growing) * self.layer_kv_bytes(dtype_bytes)
 
     def layer_kv_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the keys and values of a token in `block`; 0 if it has a state."""
-        return 2 * self.block.attention.kv_size * dtype_bytes if self.block.attends else 0
+        """Bytes of the keys and values of a token in `block`; 0 if it has none of its own."""
+        has_some = self.block.attends and not self.block.attention.shares
+        return 2 * self.block.attention.kv_size * dtype_bytes if has_some else 0
+
+    def read_kv_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values that a row reads for each token that it attends to, over the layers that see all
+        tokens: those that share a cache read it once each."""
+        return len(self.readers(self.growing)) * self.layer_kv_bytes(dtype_bytes)
 
     def state_bytes(self) -> int:
         """Bytes of the states of all layers that have one, in fp32."""
@@ -414,8 +482,9 @@ class ModelConfig:
         the query, scaled, and has the update added: 7 FLOPs for each of its numbers. Norms, rotary, convolution and
         softmax are left out.
         """
-        products = 2 * self.all_layers(ModelConfig.layer_row_elements) * num_tokens
-        attention = 4 * self.block.attention.q_size * self.seen_pairs(num_tokens)
+        run = self.prefilled
+        products = 2 * run.all_layers(ModelConfig.layer_row_elements) * num_tokens
+        attention = 4 * run.block.attention.q_size * run.seen_pairs(num_tokens)
         states = 7 * self.state_bytes() // 4 * num_tokens
         return products + attention + states + 2 * self.vocab_size * self.hidden_size * (num_tokens > 0)
 

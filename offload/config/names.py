@@ -103,6 +103,9 @@ class TensorNames:
     after_network: str = ""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    input_gate: str = "per_layer_input_gate"
+    input_out: str = "per_layer_projection"
+    after_input: str = "post_per_layer_input_norm"
     gate: str = "self_attn.gate_proj"
     sink_logits: str = "self_attn.sinks"
     recurrence: RecurrenceNames = RecurrenceNames()
@@ -127,6 +130,19 @@ class TensorNames:
     @property
     def embeddings(self) -> str:
         return f"{self.body}embed_tokens.weight"
+
+    @property
+    def layer_table(self) -> str:
+        return f"{self.body}embed_tokens_per_layer.weight"
+
+    @property
+    def layer_projection(self) -> str:
+        """The projection of embeddings that joins the rows of the layer table."""
+        return f"{self.body}per_layer_model_projection.weight"
+
+    @property
+    def layer_norm(self) -> str:
+        return f"{self.body}per_layer_projection_norm.weight"
 
     @property
     def norm(self) -> str:

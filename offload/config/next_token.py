@@ -28,10 +28,11 @@ def join_of(head: ModelConfig) -> Matrix:
 
 
 def rest_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of a model's weights outside its layers; of a next-token head those that it does not share with its
-    model."""
+    """Bytes of a model's weights outside its layers, without a layer table, which is read from its file; of a
+    next-token head those that it does not share with its model."""
     if not config.is_head:
-        return config.weight_bytes(dtype_bytes) - config.layers_weight_bytes(dtype_bytes)
+        others = config.layers_weight_bytes(dtype_bytes) + config.layer_table_bytes(dtype_bytes)
+        return config.weight_bytes(dtype_bytes) - others
     norms = len(config.names.next_token.norms) * config.hidden_size * config.norm.itemsize(dtype_bytes)
     return join_of(config).nbytes(dtype_bytes) + norms
 

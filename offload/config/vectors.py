@@ -19,9 +19,12 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
 
 
 def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
-    """The norms of queries, keys and values, with their sizes."""
+    """The norms of queries, keys and values, with their sizes; of queries alone where keys are another layer's."""
+    queries = {"q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm)}
+    if attention.shares:
+        return queries
     return {
-        "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
+        **queries,
         "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
         "v_norm": (attention.head_dim, attention.v_norm),
     }

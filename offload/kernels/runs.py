@@ -106,10 +106,19 @@ class RunAttention(Protocol):
 
 
 def attended(
-    attention: RunAttention, rows: Rows, runs: Sequence[Run], *, into: int = 1, lasts: Sequence[int] = ()
+    attention: RunAttention,
+    rows: Rows,
+    runs: Sequence[Run],
+    *,
+    into: int = 1,
+    lasts: Sequence[int] = (),
+    beside: Sequence[Run] = (),
 ) -> Tensor:
-    """Attention [T, H * D] of `rows` over `runs`, to the first `into` of which they are written. lasts: see `begin`."""
+    """Attention [T, H * D] of `rows` over `runs`, to the first `into` of which they are written, and to all of
+    `beside`. lasts: see `begin`."""
     attention.begin(rows, [run.tokens for run in runs], lasts=lasts)
+    for run in beside:
+        attention.append_rows(run)
     for number, run in enumerate(runs):
         if number < into:
             attention.append_rows(run)

@@ -12,7 +12,7 @@ Phase = Literal["prefill", "decode"]
 
 
 class Cache(Protocol):
-    """Keys and values of one sequence in every layer.
+    """Keys and values of one sequence in every layer. A layer is named by its place among those that read this cache.
 
     A forward calls `begin`, then `attend` for each layer (once, or in phase "prefill" block by block, in order), then
     `advance`.
@@ -27,10 +27,11 @@ class Cache(Protocol):
         """A forward of `num_rows` rows starts."""
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Add new rows, and return the attention of each over all that it may see.
 
         q [T, H, D], k, v [T, H_kv, D], not rotated: positions are the cache's affair. -> [T, H * D], q's dtype.
+        k, v: None in a layer that reads the rows that an earlier one added in this forward.
         """
         ...
 

@@ -6,7 +6,7 @@ All of it is in the arena's bytes. A prefill takes the bytes; after it the store
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -65,8 +65,9 @@ class RetrievedStore(Protocol):
         of slots filled."""
         ...
 
-    def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
-        """See `Cache.attend`. taken: rows of the forward before these."""
+    def attend(self, layer: int, taken: int, qkv: QKV, *, writes: bool) -> Tensor:
+        """See `Cache.attend`. taken: rows of the forward before these. writes: they are new, also in the tails of the
+        layers that share the keys and values of this one."""
         ...
 
     @property
@@ -76,7 +77,8 @@ class RetrievedStore(Protocol):
 
 
 class _InArena:
-    """Exact rows of all layers, [L, 2, H_kv, before | tail, D]; what is before the tail is the subclass's."""
+    """Exact rows of all layers that read the full cache, [L, 2, H_kv, before | tail, D]; what is before the tail is the
+    subclass's."""
 
     def __init__(self, full: FullCache, *, before: int, tail: int, step: int) -> None:
         """tail: tokens for which there is room at first, rounded up to a multiple of `step`."""
@@ -114,7 +116,12 @@ class _InArena:
     @property
     def _size(self) -> tuple[int, ...]:
         shape = self.full.shape
-        return self.full.num_layers, 2, shape.num_kv_heads, self._before + self._room, shape.head_dim
+        return len(self.full.reads), 2, shape.num_kv_heads, self._before + self._room, shape.head_dim
+
+    def _tails(self, layer: int, *, writes: bool) -> list[Tensor]:
+        """The rows, of all layers with the keys and values of `layer`, to which new ones go."""
+        reads = self.full.reads
+        return [held for held, own in zip(self._held, reads, strict=True) if own == reads[layer]] if writes else []
 
 
 class RetrievedRows(_InArena):
@@ -128,7 +135,7 @@ class RetrievedRows(_InArena):
         super().__init__(full, before=num_slots * chunk, tail=tail, step=max(TAIL_TOKENS, chunk))  # whole chunks
         self._chunk, self._places = chunk, places
         self._attention = kernels.attention(dtype=full.shape.dtype)
-        self._fetch = make_fetch(full, chunk, kernels, self.nbytes())
+        self._fetch = make_fetch(full, chunk, kernels, self.nbytes(), full.reads)
 
     def tail_at(self, num_filled: int) -> int:
         return num_filled * self._chunk
@@ -141,9 +148,9 @@ class RetrievedRows(_InArena):
     def begin(self, position: int, row: int, num_filled: int, num_rows: int) -> None:
         self._places.set(position, row, num_rows)
 
-    def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
-        blocks = self._places.blocks(taken, qkv, self.full.scorings[layer])
-        return joined([self._attend(layer, rows) for rows in blocks])
+    def attend(self, layer: int, taken: int, qkv: QKV, *, writes: bool) -> Tensor:
+        blocks, into = self._places.blocks(taken, qkv, self.full.scorings[layer]), self._tails(layer, writes=writes)
+        return joined([self._attend(self._held[layer], rows, into) for rows in blocks])
 
     @property
     def graph_key(self) -> Hashable:
@@ -151,10 +158,10 @@ class RetrievedRows(_InArena):
         whatever else a pass uses is had once, or made anew in each."""
         return self._places.number, self._held.data_ptr(), self._held.shape
 
-    def _attend(self, layer: int, rows: Rows) -> Tensor:
-        held = self._held[layer]
+    def _attend(self, held: Tensor, rows: Rows, into: Sequence[Tensor]) -> Tensor:
         stop = rows.index + len(rows.q) if rows.places is None else held.shape[2]  # a graph is used when there are more
-        return attended(self._attention, rows, [Run(held, stop)])
+        beside = [Run(each, stop) for each in into]
+        return attended(self._attention, rows, [Run(held, stop)], into=0, beside=beside)
 
 
 class QuantisedChunks(_InArena):
@@ -168,7 +175,8 @@ class QuantisedChunks(_InArena):
         self._attention = QuantisedAttention(kernels, full.scorings, full.shape.dtype, places)
         self._order, self._num_slots = kernels.order, num_slots
         token_bytes = super().nbytes() // self._size[3]
-        self._fetch = make_fetch(full, GROUP, kernels, (num_slots * GROUP + self._room) * token_bytes)
+        num_bytes = (num_slots * GROUP + self._room) * token_bytes
+        self._fetch = make_fetch(full, GROUP, kernels, num_bytes, full.reads)
         self._codes: KVCodes | None = None
         self._has_leading = False
 
@@ -203,8 +211,9 @@ class QuantisedChunks(_InArena):
         assert self._codes is not None
         self._attention.begin(position, row, num_rows, num_filled * GROUP, self._codes)
 
-    def attend(self, layer: int, taken: int, qkv: QKV) -> Tensor:
-        return self._attention.attend(layer, taken, qkv, self._held[layer])
+    def attend(self, layer: int, taken: int, qkv: QKV, *, writes: bool) -> Tensor:
+        into = self._tails(layer, writes=writes)
+        return self._attention.attend(layer, taken, qkv, self._held[layer], into)
 
     @property
     def graph_key(self) -> Hashable:
@@ -218,5 +227,5 @@ class QuantisedChunks(_InArena):
     def _code_size(self) -> tuple[int, ...]:
         shape = self.full.shape
         return KVCodes.shape_of_blocks(
-            self.full.num_layers, shape.num_kv_heads, self._num_slots * GROUP, shape.head_dim
+            len(self.full.reads), shape.num_kv_heads, self._num_slots * GROUP, shape.head_dim
         )

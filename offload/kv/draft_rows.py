@@ -26,7 +26,7 @@ class DraftRowsCache:
     def begin(self, phase: Phase, num_rows: int) -> None:
         self._full.begin(phase, num_rows, ahead=True)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return self._full.attend(layer, q, k, v)
 
     def advance(self, num_tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +29,8 @@ class Tail:
 
 
 class Fetch(Protocol):
-    """Fills a buffer [L, 2, H_kv, rows, D] of the device from the full cache's homes."""
+    """Fills a buffer [L, 2, H_kv, rows, D] of the device from the full cache's homes. Its layers need not be those that
+    have a home: `reads` of the classes below says for each the one with its keys and values."""
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         """Bring the tail's tokens from `start` to `stop` to `held` and, with `wanted`, int64 [L, H_kv, n], chunk
@@ -54,9 +55,12 @@ class HostFetch:
     """`Fetch` by the host, which reads which chunks are wanted, gathers them in pinned memory and copies that memory
     over the link."""
 
-    def __init__(self, full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> None:
+    def __init__(
+        self, full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int, reads: Sequence[int]
+    ) -> None:
         """num_bytes: of the buffer. kernels: that encode."""
         self._full, self._chunk, self._kernels = full, chunk, kernels
+        self._reads = torch.tensor(reads, dtype=torch.long)
         full.pages.reader.reserve(min(FETCH_BYTES, num_bytes))
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
@@ -65,11 +69,11 @@ class HostFetch:
         else:
             self._full.pages.follow_home()
             self._fetch_chunks(held, wanted.cpu())  # on a GPU the host waits here, for the homes too
-        _read_tail(self._full, held, tail)
+        _read_tail(self._full, held, tail, self._reads)
 
     def tokens(self, start: int, stop: int) -> Tensor:
         self._full.pages.wait_home()
-        return self._full.pages.reader.tokens(start, stop)
+        return _of_layers(self._full.pages.reader.tokens(start, stop), self._reads)
 
     def encode(self, codes: KVCodes, wanted: Tensor) -> None:
         self._full.pages.follow_home()
@@ -98,7 +102,7 @@ class HostFetch:
         most = max(FETCH_BYTES // (2 * self._chunk * shape.head_dim * shape.dtype.itemsize), 1)
         for part in zip(*(index.split(most) for index in (layers, heads, slots, chunks)), strict=True):
             if part[0].numel():
-                order, rows = self._full.pages.reader.chunks(part[0], part[1], part[3], self._chunk)
+                order, rows = self._full.pages.reader.chunks(self._reads[part[0]], part[1], part[3], self._chunk)
                 yield part[0][order], part[1][order], part[2][order], rows
 
 
@@ -111,8 +115,9 @@ class GpuFetch:
     all copied rows.
     """
 
-    def __init__(self, full: FullCache, chunk: int, copies: Copies) -> None:
+    def __init__(self, full: FullCache, chunk: int, copies: Copies, reads: Sequence[int]) -> None:
         self._full, self._chunk, self._copies = full, chunk, copies
+        self._reads = torch.tensor(reads, dtype=torch.long, device=full.device)
 
     def fetch(self, held: Tensor, tail: Tail, wanted: Tensor | None = None) -> None:
         self._full.pages.follow_home()
@@ -127,7 +132,7 @@ class GpuFetch:
         launches a part: one copies the wanted chunks, one encodes them. The host does not read which chunks are
         wanted."""
         self._full.pages.follow_home()
-        shape, num_layers = self._full.shape, self._full.num_layers
+        shape, num_layers = self._full.shape, len(self._reads)
         slot_bytes = num_layers * 2 * shape.num_kv_heads * self._chunk * shape.head_dim * shape.dtype.itemsize
         most = min(max(FETCH_BYTES // slot_bytes, 1), wanted.shape[-1])
         rows = self._rows(most * self._chunk)
@@ -146,7 +151,7 @@ class GpuFetch:
     def _fetch_tail(self, held: Tensor, tail: Tail) -> None:
         if self._lie_beside_codes(tail):
             self._full.pages.wait_home()
-            _read_tail(self._full, held, tail)
+            _read_tail(self._full, held, tail, self._reads)
             return
         numbers = torch.arange(tail.start // self._chunk, -(-tail.stop // self._chunk), device=held.device)
         slot = (tail.at + tail.start - tail.first) // self._chunk
@@ -163,33 +168,41 @@ class GpuFetch:
     def _copy(self, wanted: Tensor, held: Tensor, **more: Any) -> None:
         """Copy chunks from their homes, raw or packed, to `held`. more: `slot` and `tokens` of
         `kernels.gpu.copies.chunks`."""
-        full, packed = self._full, self._full.pages.packed
+        full, packed, reads = self._full, self._full.pages.packed, self._reads
         more |= {"chunk": self._chunk, "page": full.shape.page_tokens}
         if packed is None:
-            self._copies.chunks(full.pages.store.addresses(), wanted, held, tile=full.shape.tokens, **more)
+            addresses = _of_layers(full.pages.store.addresses(), reads)
+            self._copies.chunks(addresses, wanted, held, tile=full.shape.tokens, **more)
         else:
             table, packing = packed.table.on_device(), packed.codec.packing
-            self._copies.packed_chunks(table.blocks, table.flags, wanted, held, packing, **more)
+            blocks, flags = _of_layers(table.blocks, reads), _of_layers(table.flags, reads)
+            self._copies.packed_chunks(blocks, flags, wanted, held, packing, **more)
 
     def _rows(self, num_tokens: int) -> Tensor:
         """[L, 2, H_kv, num_tokens, D], not filled."""
         full, shape = self._full, self._full.shape
-        size = (full.num_layers, 2, shape.num_kv_heads, num_tokens, shape.head_dim)
+        size = (len(self._reads), 2, shape.num_kv_heads, num_tokens, shape.head_dim)
         return torch.empty(size, dtype=shape.dtype, device=full.device)
 
 
-def _read_tail(full: FullCache, held: Tensor, tail: Tail) -> None:
+def _of_layers(of_homes: Tensor, reads: Tensor) -> Tensor:
+    """What each layer reads of what the layers with a home have, [L, ...]; itself where each has its own."""
+    return of_homes if len(of_homes) == len(reads) else of_homes[reads.to(of_homes.device)]
+
+
+def _read_tail(full: FullCache, held: Tensor, tail: Tail, reads: Tensor) -> None:
     """Copy the tail's tokens from `start` to `stop` to `held` by the host, at most FETCH_BYTES or one token at a
     time."""
     step = max(FETCH_BYTES // (held[:, :, :, 0].numel() * held.itemsize), 1)
     for start in range(tail.start, tail.stop, step):
         stop, at = min(start + step, tail.stop), tail.at + start - tail.first
-        held[:, :, :, at : at + stop - start] = full.pages.reader.tokens(start, stop)
+        held[:, :, :, at : at + stop - start] = _of_layers(full.pages.reader.tokens(start, stop), reads)
 
 
-def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> Fetch:
+def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int, reads: Sequence[int] = ()) -> Fetch:
     """A `Fetch` by the GPU's kernel, if the device has one and the kernel reaches all homes; otherwise by the host.
-    num_bytes: of the buffer."""
+    num_bytes: of the buffer. reads: of its layers, see `Fetch`; (): it has those with a home."""
+    reads = reads or range(full.num_layers)
     if kernels.copies is not None and (full.pages.all_on_device or kernels_read_host(full.device)):
-        return GpuFetch(full, chunk, kernels.copies)
-    return HostFetch(full, chunk, kernels, num_bytes)
+        return GpuFetch(full, chunk, kernels.copies, reads)
+    return HostFetch(full, chunk, kernels, num_bytes, reads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from offload.kernels.rows import rounded_up
 from offload.kernels.runs import MASS_DTYPE, Rows, Run
 from offload.kv import Phase
 from offload.kv.parts import PagedPart
-from offload.kv.places import Places
+from offload.kv.places import Places, in_turn
 from offload.pages.storage import Offload, PageStorage
 from offload.pages.tiles import TileShape
 from offload.plan.sizing import MAX_ROWS
@@ -32,7 +33,9 @@ class FullCache(PagedPart):
     its position and the tokens before it, and on nothing else. In phase "prefill" blocks may have any size. With
     `mass_chunk` the decode phase also keeps each row's softmax mass per chunk of that many tokens, while `record_mass`
     is set, or `keep_mass`. Where all rows of a layer are in one tile on a GPU, a pass may be a graph.
-    num_layers, scorings: of the growing layers; there may be none.
+    num_layers: with keys and values of their own, whose rows see all tokens; there may be none. reads: for each layer
+    that reads the cache the one of these whose keys and values it reads; (): each its own. scorings: of the reading
+    layers.
     offload: None, all tiles are on the device; in phase "prefill" all are attended to there. prefill: attends in phase
     "prefill"; None: torch's operators do. kernels: the device's own, for phase "decode". arena: phase "prefill" has its
     turn of it, from `begin` to the next user's.
@@ -53,11 +56,14 @@ class FullCache(PagedPart):
         prefill: PrefillAttention | None = None,
         kernels: DeviceKernels = NONE,
         arena: Arena | None = None,
+        reads: Sequence[int] = (),
     ) -> None:
         self.shape, self.num_layers, self.scorings, self.mass_chunk = shape, num_layers, scorings, mass_chunk
+        self.reads = tuple(reads or range(num_layers))
         self.device, self.arena = memory.device, arena or Arena(memory)
         most = len(scorings[0].rope.cos) if scorings else 0
-        self.pages = PageStorage(memory, shape, num_layers, most, arena=self.arena, offload=offload, kernels=kernels)
+        more: dict[str, Any] = {"arena": self.arena, "offload": offload, "kernels": kernels}
+        self.pages = PageStorage(memory, shape, num_layers, most, reads=self.reads, **more)
         self._places = Places(memory.device)
         self._run_pages = (run_tokens or shape.tokens) // shape.page_tokens
         self._prefill = prefill or OperatorTiles(shape.num_kv_heads)
@@ -69,7 +75,7 @@ class FullCache(PagedPart):
         self._start = 0
         self.stable_length = 0  # first tokens that stayed since `mark_synced`; `QuantisedCache` reads it
         self._phase: Phase | None = None  # of the forward under way
-        self._taken = [0] * num_layers
+        self._taken = [0] * len(self.reads)
         self._reach = 0  # tokens that the forward's attention may reach: see `_reached`
         self._records = False  # whether the forward under way keeps masses
         self._mass: Sequence[Tensor] = []  # of the last forward's layers
@@ -100,26 +106,28 @@ class FullCache(PagedPart):
             if self._records and self._is_whole:
                 self._mass = self._room_for_masses(num_rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """See `Cache`. In phase "decode" all of the forward's rows come in one call."""
         if self._phase is None:
             raise RuntimeError("attend outside a forward: call begin first")
         start = self._start + self._taken[layer]
         num_rows = q.shape[0]
         self._taken[layer] += num_rows
+        qkv, writes = in_turn(q, k, v, self.shape.num_kv_heads)
         if self._phase == "decode":
-            rows = self._places.rows(0, (q, k, v), self.scorings[layer])
-            return self._decode(layer, replace(rows, moving=self._is_whole))
-        q, k = self.scorings[layer].rotated(q, k, start)
+            rows = self._places.rows(0, qkv, self.scorings[layer])
+            return self._decode(layer, replace(rows, moving=self._is_whole), writes=writes)
+        (q, keys), values = self.scorings[layer].rotated(*qkv[:2], start), qkv[2]
         block = self._prefill.block(q, start, self.scorings[layer])
-        access, tokens = self.pages.access["prefill"], self.shape.tokens
+        access, tokens, held = self.pages.access["prefill"], self.shape.tokens, self.reads[layer]
         for index in range(self.shape.count(start + num_rows)):
-            tile = access.open(layer, index)
-            first, stop = write_rows(tile, index * tokens, start, k, v)
-            if first < stop:
-                access.wrote(layer, index, first, stop)
+            tile = access.open(held, index)
+            if writes:
+                first, stop = write_rows(tile, index * tokens, start, keys, values)
+                if first < stop:
+                    access.wrote(held, index, first, stop)
             block.attend(tile, index * tokens)
-            access.close(layer, index)
+            access.close(held, index)
         return block.attended().to(q.dtype)
 
     def advance(self, num_tokens: int, *, ahead: bool = False) -> None:
@@ -187,8 +195,8 @@ class FullCache(PagedPart):
 
     def mass(self, num_rows: int, *, after: int = 0) -> Tensor:
         """Softmax mass per chunk of the last decode forward, summed over its first `num_rows` rows, or those after so
-        many, and over the query heads of each KV head: [L, H_kv, C] fp32 on the device. Raises RuntimeError if that
-        forward recorded none."""
+        many, and over the query heads of each KV head, in each reading layer: [L, H_kv, C] fp32 on the device. Raises
+        RuntimeError if that forward recorded none."""
         rows = slice(after, after + num_rows)
         assert self.mass_chunk is not None
         stop = max(self._start + rows.stop, self.length)
@@ -212,7 +220,7 @@ class FullCache(PagedPart):
         if self._phase is not None:
             self.pages.access[self._phase].end()
             self._phase = None
-        self._taken = [0] * self.num_layers
+        self._taken = [0] * len(self.reads)
 
     @property
     def _is_whole(self) -> bool:
@@ -232,25 +240,25 @@ class FullCache(PagedPart):
         """Memory for the masses of a pass that may be a graph, for each layer [T, H_kv, C]: the same in every pass."""
         assert self.mass_chunk is not None
         if self._kept is None or self._kept.shape[1] < num_rows:
-            size = self.num_layers, num_rows, self.shape.num_kv_heads, -(-self.shape.tokens // self.mass_chunk)
+            size = len(self.reads), num_rows, self.shape.num_kv_heads, -(-self.shape.tokens // self.mass_chunk)
             self._kept = None
             self._kept = torch.zeros(size, dtype=MASS_DTYPE, device=self.device)
         return self._kept[:, :num_rows].unbind()
 
-    def _decode(self, layer: int, rows: Rows) -> Tensor:
+    def _decode(self, layer: int, rows: Rows, *, writes: bool) -> Tensor:
         """A run for each tile, or for parts of it; new rows go to the tiles that they fall into."""
         access, attention, tokens = self.pages.access["decode"], self._attention, self.shape.tokens
-        stop = rows.index + len(rows.q)
+        stop, held = rows.index + len(rows.q), self.reads[layer]
         attention.begin(rows, self._counts(), masses=self._records)
         for index in range(self.shape.count(stop)):
             base = index * tokens
-            run = Run(access.open(layer, index), min(self._reach - base, tokens), base)
-            if base + tokens > rows.index:
+            run = Run(access.open(held, index), min(self._reach - base, tokens), base)
+            if writes and base + tokens > rows.index:
                 attention.append_rows(run)
-                access.wrote(layer, index, max(rows.index - base, 0), min(stop - base, tokens))
+                access.wrote(held, index, max(rows.index - base, 0), min(stop - base, tokens))
             for part in self._parts(run):
                 attention.attend(part)
-            access.close(layer, index)
+            access.close(held, index)
         out, mass = attention.merge()
         if mass is not None:
             self._keep(layer, mass)

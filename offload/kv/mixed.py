@@ -31,9 +31,10 @@ class MixedCache:
         self._beside = [each for each in (windows, states) if each is not None]
         exact = (None, None) if drafts else (windows, states)
         self._exact = [each for each in exact if isinstance(each, WindowCache | StateCache)]
-        self._places: dict[int, tuple[Cache, int]] = {layer: (growing, at) for at, layer in enumerate(config.growing)}
+        readers = config.readers(config.growing)
+        self._places: dict[int, tuple[Cache, int]] = {layer: (growing, at) for at, layer in enumerate(readers)}
         if windows is not None:
-            self._places |= {layer: (windows, at) for at, layer in enumerate(config.windowed)}
+            self._places |= {layer: (windows, at) for at, layer in enumerate(config.readers(config.windowed))}
         self._stateful = {layer: at for at, layer in enumerate(config.stateful)}
 
     @property
@@ -45,7 +46,7 @@ class MixedCache:
             each.begin(phase, num_rows, self.length if self._drafts else None)
         self.growing.begin(phase, num_rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         cache, at = self._places[layer]
         return cache.attend(at, q, k, v)
 

@@ -78,6 +78,15 @@ class Places:
         return torch.cat([torch.tensor(self._bounds), *(steps + first for first in self._first)])
 
 
+def in_turn(q: Tensor, k: Tensor | None, v: Tensor | None, num_kv_heads: int) -> tuple[QKV, bool]:
+    """The rows of `Cache.attend`, and whether they have keys and values to be written. If not, the first queries stand
+    in their place, which tell the number of KV heads alone."""
+    if k is None or v is None:
+        stand_ins = q[:, :num_kv_heads]
+        return (q, stand_ins, stand_ins), False
+    return (q, k, v), True
+
+
 def joined(rows: Sequence[Tensor]) -> Tensor:
     """Rows of blocks, one block after the other."""
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))

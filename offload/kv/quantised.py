@@ -17,7 +17,7 @@ from offload.kernels.device import DeviceKernels
 from offload.kv import Phase
 from offload.kv.fetch import Tail, make_fetch
 from offload.kv.full import FullCache
-from offload.kv.places import Places
+from offload.kv.places import Places, in_turn
 from offload.kv.quantised_attention import EXACT, QuantisedAttention
 from offload.plan.sizing import FETCH_BYTES, KV_TAIL, low_bit_tail
 from offload.transfer.memory import Memory
@@ -46,7 +46,7 @@ class QuantisedCache:
         attend. beside: pages of the full cache may be stored at home as residuals of the codes."""
         self.full, self._memory, self._kernels = full, memory, kernels
         shape = full.shape
-        self._attention = QuantisedAttention(kernels, full.scorings, shape.dtype, Places(full.device))
+        self._attention = QuantisedAttention(kernels, full.scorings, shape.dtype, Places(full.device), full.reads)
         blocks = KVCodes.shape_of_blocks(full.num_layers, shape.num_kv_heads, num_tokens, shape.head_dim)
         self._codes = KVCodes(self._allocate(blocks, torch.uint8), shape.head_dim, kernels.order)
         self._held = self._room_for(low_bit_tail(drafted))
@@ -54,7 +54,7 @@ class QuantisedCache:
         self.coded = EXACT  # tokens up to here have codes, and the tail begins
         self._exact = 0  # tokens up to here are the full cache's, not drafted
         self.length = 0
-        self._taken = [0] * full.num_layers
+        self._taken = [0] * len(full.reads)
         if beside:
             full.pages.lie_beside(self)
 
@@ -78,15 +78,16 @@ class QuantisedCache:
         return self._codes.blocks[layer, :, first : first + self.full.shape.page_tokens // GROUP].cpu()
 
     def begin(self, phase: Phase, num_rows: int) -> None:
-        self._taken = [0] * self.full.num_layers
+        self._taken = [0] * len(self.full.reads)
         self._reserve(self._place(self.length + num_rows))
         self._attention.begin(self.length, self._place(self.length), num_rows, self.coded - EXACT, self._codes)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention over the codes and the exact rows, the new ones among them; see `Cache`."""
-        taken = self._taken[layer]
+        taken, held = self._taken[layer], self._held[self.full.reads[layer]]
         self._taken[layer] += len(q)
-        return self._attention.attend(layer, taken, (q, k, v), self._held[layer])
+        qkv, writes = in_turn(q, k, v, self.full.shape.num_kv_heads)
+        return self._attention.attend(layer, taken, qkv, held, [held] if writes else [])
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -94,7 +95,7 @@ class QuantisedCache:
     def truncate(self, length: int) -> None:
         """Codes stay: the next `refresh` drops those that the full cache has no longer. Below them the cache is empty
         until then."""
-        self._taken = [0] * self.full.num_layers
+        self._taken = [0] * len(self.full.reads)
         has_codes = self.coded > EXACT
         self.length = 0 if has_codes and length < self.coded else min(self.length, length)
         self._exact = min(self._exact, length)

@@ -19,12 +19,21 @@ EXACT = GROUP  # first tokens of a sequence, which attention needs most: they st
 
 
 class QuantisedAttention:
-    """One layer at a time. scorings: of each layer, tables rounded to `dtype`. places: of the rows, of the caller's.
+    """One layer at a time. scorings: of each layer, tables rounded to `dtype`. reads: see `FullCache`, of codes; ():
+    each layer has its own. places: of the rows, of the caller's.
     reach: the most tokens in codes that the forward attends to; on a GPU their number is in its memory, and passes of
     equal reach may be one graph."""
 
-    def __init__(self, kernels: DeviceKernels, scorings: Sequence[Scoring], dtype: torch.dtype, places: Places) -> None:
+    def __init__(
+        self,
+        kernels: DeviceKernels,
+        scorings: Sequence[Scoring],
+        dtype: torch.dtype,
+        places: Places,
+        reads: Sequence[int] = (),
+    ) -> None:
         self._attention, self._scorings, self._places = kernels.attention(dtype=dtype), scorings, places
+        self._reads = reads or range(len(scorings))
         self.reach = 0
 
     @property
@@ -40,17 +49,18 @@ class QuantisedAttention:
         groups, most = num_coded // GROUP, codes.blocks.shape[2]
         self.reach = (rounded_up(groups, most) if self._places.in_memory else groups) * GROUP
 
-    def attend(self, layer: int, taken: int, qkv: QKV, exact: Tensor) -> Tensor:
-        """Write rows to those of the layer's exact ones, [2, H_kv, rows, D], that are theirs -> their attention over
-        these up to their own and over the coded tokens, [T, H * D].
+    def attend(self, layer: int, taken: int, qkv: QKV, exact: Tensor, into: Sequence[Tensor]) -> Tensor:
+        """Write rows to those of the exact ones `into`, [2, H_kv, rows, D] each, that are theirs -> their attention
+        over the layer's own, `exact`, up to theirs and over the coded tokens, [T, H * D].
 
         taken: rows of the forward before these. qkv: as of `Cache.attend`.
         """
-        coded = [Run(self._codes.blocks[layer], self.reach)] if self.reach else []
+        coded = [Run(self._codes.blocks[self._reads[layer]], self.reach)] if self.reach else []
         blocks = self._places.blocks(taken, qkv, self._scorings[layer], most=KV_ROWS)
-        return joined([self._attend(rows, exact, coded) for rows in blocks])
+        return joined([self._attend(rows, exact, coded, into) for rows in blocks])
 
-    def _attend(self, rows: Rows, exact: Tensor, coded: Sequence[Run]) -> Tensor:
+    def _attend(self, rows: Rows, exact: Tensor, coded: Sequence[Run], into: Sequence[Tensor]) -> Tensor:
         """A graph is used when there are more exact rows; a GPU hides what is after a row's own."""
         num_exact = rows.index + len(rows.q) if rows.places is None else exact.shape[2]
-        return attended(self._attention, rows, [Run(exact, num_exact), *coded])
+        runs = [Run(exact, num_exact), *coded]
+        return attended(self._attention, rows, runs, into=0, beside=[Run(held, num_exact) for held in into])

@@ -19,13 +19,14 @@ from offload.kv import Phase
 from offload.kv.chunk_store import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
-from offload.kv.places import Places
+from offload.kv.places import Places, in_turn
 from offload.kv.selection import Assignment, Selector, assign, choose
 from offload.plan.sizing import TAIL_TOKENS
 
 
 class RetrievalCache:
-    """Chunks under a budget, and a tail, per layer.
+    """Chunks under a budget, and a tail, per layer: also where layers share keys and values, since each has its own
+    chunks.
 
     `budget` tokens of chunks in `bits`, 16 or 4, chosen per layer and KV head by `selector`; the tail comes on top,
     with room for at least `tail` tokens, and in 4 bits the first tokens. kernels: that attend.
@@ -50,7 +51,7 @@ class RetrievalCache:
         self._tail_start = self._chosen.leading
         self._exact = 0  # tokens up to here are the full cache's, not drafted
         self.length = 0
-        self._taken = [0] * full.num_layers
+        self._taken = [0] * len(full.reads)
 
     def start_over(self, selector: Selector, *, budget: int, chunk: int) -> None:
         """Hold nothing; from the next refresh on, what `selector` chooses. For benchmarks, which compare selectors."""
@@ -66,24 +67,25 @@ class RetrievalCache:
         return self._tail_start // self.chunk
 
     def begin(self, phase: Phase, num_rows: int) -> None:
-        self._taken = [0] * self.full.num_layers
+        self._taken = [0] * len(self.full.reads)
         self._open()
         drafted = self.length - self._tail_start
         self._chosen.reserve(drafted + num_rows)
         self._chosen.begin(self.length, self._tail_at + drafted, self._num_filled, num_rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention over the chosen chunks and the tail, the new rows among it; see `Cache`."""
         taken = self._taken[layer]
         self._taken[layer] += len(q)
-        return self._chosen.attend(layer, taken, (q, k, v))
+        qkv, writes = in_turn(q, k, v, self.full.shape.num_kv_heads)
+        return self._chosen.attend(layer, taken, qkv, writes=writes)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
 
     def truncate(self, length: int) -> None:
         """Chunks chosen past `length` go too: then the cache is empty until the next `refresh`."""
-        self._taken = [0] * self.full.num_layers
+        self._taken = [0] * len(self.full.reads)
         if length < self._exact:
             self.selector.forget()
         if length < self._chosen.leading:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring
 from offload.kernels.runs import Rows, Run, attended
 from offload.kv import Phase
-from offload.kv.places import Places, joined
+from offload.kv.places import Places, in_turn, joined
 from offload.transfer.memory import Memory
 
 
@@ -37,11 +38,14 @@ class StreamingCache:
         window: int,
         slack: int,
         kernels: DeviceKernels = NONE,
+        sources: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """shapes: (KV heads, head_dim) of each layer."""
+        """shapes: (KV heads, head_dim) of each layer. sources: for a layer without keys and values of its own the layer
+        whose it reads."""
         self.sinks, self.window, self._scorings, self._memory = sinks, window, scorings, memory
         self._num_slots = 2 * (window + slack)
-        self._blocks = list[Tensor]()
+        self._blocks, self._shapes = list[Tensor](), shapes
+        self._sources = [sources.get(layer, layer) for layer in range(len(shapes))]
         self._sink_rows = self._allocate(shapes, max(sinks, 1), dtype)
         self._rows = self._allocate(shapes, self._num_slots, dtype)
         self._windows = self._blocks[len(self._blocks) // 2 :]
@@ -55,11 +59,11 @@ class StreamingCache:
         """[2, H_kv, num_rows, D] of each layer, those that are alike in one block."""
         own = dict[int, Tensor]()
         for heads, dim in dict.fromkeys(shapes):
-            layers = [layer for layer, shape in enumerate(shapes) if shape == (heads, dim)]
+            layers = [at for at, shape in enumerate(shapes) if shape == (heads, dim) and self._sources[at] == at]
             size = (len(layers), 2, heads, num_rows, dim)
             self._blocks.append(self._memory.allocate(size, dtype, tier="device", purpose="draft cache"))
             own |= dict(zip(layers, self._blocks[-1], strict=True))
-        return [own[layer] for layer in range(len(shapes))]
+        return [own[source] for source in self._sources]
 
     @property
     def max_rows(self) -> int:
@@ -95,12 +99,13 @@ class StreamingCache:
             self._first = self.length - kept
         self._places.set(self.length, self.length - self._first, num_rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention over the sinks and each row's window; see `Cache`."""
         taken = self._taken[layer]
         self._taken[layer] += len(q)
-        blocks = self._places.blocks(taken, (q, k, v), self._scorings[layer], window=self.window)
-        return joined([self._attend(layer, rows) for rows in blocks])
+        qkv, writes = in_turn(q, k, v, self._shapes[layer][0])
+        blocks = self._places.blocks(taken, qkv, self._scorings[layer], window=self.window)
+        return joined([self._attend(layer, rows, writes=writes) for rows in blocks])
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -131,7 +136,7 @@ class StreamingCache:
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._blocks)
 
-    def _attend(self, layer: int, rows: Rows) -> Tensor:
+    def _attend(self, layer: int, rows: Rows, *, writes: bool) -> Tensor:
         """The window's run, then that of the sinks, which have queries of their own. Places are numbered by slots of
         the window's buffer."""
         stop = rows.position + len(rows.q)
@@ -142,5 +147,5 @@ class StreamingCache:
         if self.sinks:
             runs.append(Run(self._sink_rows[layer], known, -self._first, query=1))
         lasts = (stop, self.sinks + self.window - 1)
-        into = len(runs) if rows.position < self.sinks else 1
+        into = 0 if not writes else len(runs) if rows.position < self.sinks else 1
         return attended(self._attention, rows, runs, into=into, lasts=lasts)

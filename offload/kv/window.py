@@ -18,7 +18,7 @@ from offload.kernels.rope import Scoring
 from offload.kernels.runs import Run, attended
 from offload.kv import Phase
 from offload.kv.parts import PagedPart, first_page_seen
-from offload.kv.places import QKV, Places, joined
+from offload.kv.places import QKV, Places, in_turn, joined
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
 
@@ -46,12 +46,16 @@ class WindowCache(PagedPart):
         scorings: Sequence[Scoring],
         prefill: PrefillAttention | None = None,
         kernels: DeviceKernels = NONE,
+        reads: Sequence[int] = (),
     ) -> None:
-        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. prefill, kernels: see `FullCache`."""
-        self.shape, self.num_layers, self.scorings, self._windows = shape, len(windows), scorings, windows
+        """shape: of a page: a tile of one. num_pages: see `Sizing.window_pages`. windows: of each layer that reads the
+        cache. reads, prefill, kernels: see `FullCache`."""
+        self.shape, self.scorings, self._windows = shape, scorings, windows
+        self._reads = tuple(reads or range(len(windows)))
+        self.num_layers = len({*self._reads})
         self._memory, self._num_pages = memory, num_pages
         self._prefilling = prefill or OperatorTiles(shape.num_kv_heads)
-        size = (len(windows), 2, num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
+        size = (self.num_layers, 2, num_pages, shape.num_kv_heads, shape.page_tokens, shape.head_dim)
         self._ring = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
         self._attention = kernels.attention(dtype=shape.dtype, page=shape.page_tokens)
         self._places = Places(memory.device)
@@ -90,24 +94,25 @@ class WindowCache(PagedPart):
         Drafted rows of tokens that are cached already are not written."""
         self._is_draft, self._phase = start is not None, phase
         self._start = self.length if start is None else start
-        self._taken = [0] * self.num_layers
+        self._taken = [0] * len(self._reads)
         if phase == "decode":
             known = {"first_written": self.length} if self._is_draft else {}
             self._places.set(self._start, self._start, num_rows, **known)
             self._stop = max(self._stop, self._start + num_rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """See `Cache`; layers are those of a window. In phase "decode" all of the forward's rows come in one call."""
         start = self._start + self._taken[layer]
         self._taken[layer] += len(q)
+        qkv, writes = in_turn(q, k, v, self.shape.num_kv_heads)
         if self._phase == "prefill":
             self._stop = max(self._stop, start + len(q))
-            return self._prefill(layer, start, *self.scorings[layer].rotated(q, k, start), v)
+            return self._prefill(layer, start, qkv, writes=writes)
         if self._in_ring:
-            return self._decode_in_ring(layer, (q, k, v))
+            return self._decode_in_ring(layer, qkv, writes=writes)
         known = min(max(self.length - start, 0), len(q)) if self._is_draft else 0
-        parts = [(0, known, False), (known, len(q), True)]
-        found = [self._decode(layer, *part, (q, k, v)) for part in parts if part[0] < part[1]]
+        parts = [(0, known, False), (known, len(q), writes)]
+        found = [self._decode(layer, *part, qkv) for part in parts if part[0] < part[1]]
         return joined(found)
 
     def advance(self, num_tokens: int) -> None:
@@ -160,7 +165,7 @@ class WindowCache(PagedPart):
         return self._ring.nbytes
 
     def _end(self) -> None:
-        self._phase, self._taken = None, [0] * self.num_layers
+        self._phase, self._taken = None, [0] * len(self._reads)
 
     def _num_pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.shape.page_tokens)
@@ -173,7 +178,7 @@ class WindowCache(PagedPart):
         while first <= last:
             slot = first % self._num_pages
             count = min(last + 1 - first, self._num_pages - slot)
-            yield self._ring[layer, :, slot : slot + count], first * page
+            yield self._ring[self._reads[layer], :, slot : slot + count], first * page
             first += count
 
     def _decode(self, layer: int, first: int, stop: int, writes: bool, qkv: QKV) -> Tensor:
@@ -187,16 +192,19 @@ class WindowCache(PagedPart):
         ]
         return attended(self._attention, rows, runs, into=len(runs) if writes else 0)
 
-    def _decode_in_ring(self, layer: int, qkv: QKV) -> Tensor:
-        """The forward's rows, of which those that are not known are written to the ring."""
+    def _decode_in_ring(self, layer: int, qkv: QKV, *, writes: bool) -> Tensor:
+        """The forward's rows, of which those that are not known are written to the ring if they are to be."""
         window, page = self._windows[layer], self.shape.page_tokens
         rows = self._places.rows(0, qkv, self.scorings[layer], window=window)
         pages = min(-(-(window + len(rows.q) - 1) // page) + 1, self._num_pages)
-        return attended(self._attention, rows, [Run(self._ring[layer], pages * page, windowed=True, ring=True)])
+        run = Run(self._ring[self._reads[layer]], pages * page, windowed=True, ring=True)
+        return attended(self._attention, rows, [run], into=int(writes))
 
-    def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _prefill(self, layer: int, start: int, qkv: QKV, *, writes: bool) -> Tensor:
+        q, k = self.scorings[layer].rotated(*qkv[:2], start)
         block = self._prefilling.block(q, start, self.scorings[layer], self._windows[layer])
         for tile, base in self._seen(layer, start, start + len(q)):
-            write_rows(tile, base, start, k, v)
+            if writes:
+                write_rows(tile, base, start, k, qkv[2])
             block.attend(tile, base)
         return block.attended().to(q.dtype)

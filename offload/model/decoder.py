@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from itertools import islice
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from offload.kernels.rows import products_alike
 from offload.kv import Cache
 from offload.model.heads import norms_over_ranks
 from offload.model.layer import MixRows
+from offload.model.layer_inputs import LayerInputs
 from offload.model.native_layers import NativeLayers
 from offload.model.sums import Due, OneRank, Sums
 from offload.model.torch_layers import TorchLayers
@@ -69,6 +71,7 @@ class Decoder:
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
+        self._inputs = None if weights.inputs is None else LayerInputs(config, weights.inputs)
 
     def over(self, weights: Weights) -> Decoder:
         """A decoder of the same model with other weights."""
@@ -77,7 +80,8 @@ class Decoder:
     def without_layers(self) -> Decoder:
         """A decoder with the final norm and the head alone, for `logits`. On rank 0, which has the head."""
         nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
-        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0), scoring=(), experts=())
+        weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0))
+        weights = replace(weights, scoring=(), experts=(), inputs=None)
         return Decoder(self.config, weights, None, self._kernels)
 
     @property
@@ -113,26 +117,39 @@ class Decoder:
         """Whether any number of rows up to FEW_ROWS runs without padding to blocks."""
         return self._native is not None
 
-    def forward(self, segments: Sequence[Segment], *, block: int | None = None) -> Tensor:
+    def table_rows(self, tokens: Tensor) -> Tensor | None:
+        """The tokens' rows of the layer table, int64 [T] -> [T, numbers] on the device; None without one. No part of
+        a graph: the host reads them."""
+        return None if self._inputs is None else self._inputs.weights.rows(tokens.clamp(min=0))
+
+    def forward(
+        self, segments: Sequence[Segment], *, block: int | None = None, table_rows: Tensor | None = None
+    ) -> Tensor:
         """Run the segments' tokens through all layers, filling their caches -> hidden rows [T, hidden], model dtype.
 
         The caller has begun the forward on each cache and advances it afterwards. Every layer's weights are used once.
         block: torch's products run in blocks of `block` rows, of which T is a multiple, so that a row's bits do not
         depend on T; None: all rows of a segment at once. With several ranks a forward always runs to its end on all.
+        table_rows: of all tokens; None: they are read here.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
         real = None
         if self.config.experts is not None:  # padding runs through no expert
             real, tokens = tokens != PADDING, tokens.clamp(min=0)
         if (native := self._native_for(len(tokens), block)) is not None:
-            x, run = self._embedded(tokens, native.rows(len(tokens))), native.run
+            x, run, multiply = self._embedded(tokens, native.rows(len(tokens))), native.run, native.multiply
         else:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks, real=real)
+            multiply = partial(self._operators.multiply, blocks=blocks)
+        given: Sequence[Tensor | None] = [None] * self.config.num_layers
+        if self._inputs is not None:
+            found = self.table_rows(tokens) if table_rows is None else table_rows
+            given = self._inputs.of_all(cast(Tensor, found), x, multiply).unbind()
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, range(self.config.num_layers)):
             for layer, weights in enumerate(self.weights.layers):
-                run(layer, weights, x, caches)
+                run(layer, weights, x, caches, given=given[layer])
         return x
 
     def prefill(
@@ -148,22 +165,47 @@ class Decoder:
         intermediates stay small. `rows` hold the hidden rows between layers.
 
         on_tokens: called with the number of tokens done; a block in one layer counts as its share of the layers.
-        on_hidden: called with each block after the last layer. With several ranks a prefill can be interrupted between
-        two blocks. Peak memory: one block's intermediates besides `rows`.
+        on_hidden: called with each block after the last layer. Without it, last layers that share keys and values of
+        others do not run: no token needs them. With it, layers that share a window's run behind it block by block,
+        and an interrupted prefill may have appended whole blocks. With several ranks a prefill can be interrupted
+        between two blocks. Peak memory: one block's intermediates besides `rows`.
         """
-        if not tokens:
-            return
-        row_layers, num_layers = 0, self.config.num_layers
+        step = rows.block if on_hidden is not None and self.config.shares_windows else max(len(tokens), 1)
+        for first in range(0, len(tokens), step):
+
+            def done(num_tokens: int, first: int = first) -> None:
+                on_tokens(first + num_tokens)
+
+            def take(start: int, x: Tensor, first: int = first) -> None:
+                assert on_hidden is not None
+                on_hidden(first + start, x)
+
+            self._append(cache, tokens[first : first + step], rows, done, take if on_hidden is not None else None)
+
+    def _append(
+        self,
+        cache: Cache,
+        tokens: Sequence[int],
+        rows: HiddenRows,
+        on_tokens: Callable[[int], None],
+        on_hidden: OnHidden | None,
+    ) -> None:
+        """See `prefill`."""
+        row_layers, num_layers = 0, (self.config.prefilled if on_hidden is None else self.config).num_layers
         with torch.inference_mode():
             cache.begin("prefill", len(tokens))
-            ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
+            on_host = torch.tensor(tokens, dtype=torch.long)
+            ids = on_host.to(self.device)
             rows.begin(len(tokens))
-            for layer, weights in enumerate(self.weights.layers):
+            for layer, weights in enumerate(islice(self.weights.layers, num_layers)):
                 for start, x in rows.blocks(layer):
+                    own, given = slice(start, start + len(x)), None
                     if layer == 0:
-                        self._embedded(ids[start : start + len(x)], x)
+                        self._embedded(ids[own], x)
+                    if self._inputs is not None:
+                        given = self._inputs.of_layer(layer, on_host[own], self._embedded(ids[own]))
                     with self._due(x, [layer]):
-                        self._prefill.run(layer, weights, x, _mixing(cache))
+                        self._prefill.run(layer, weights, x, _mixing(cache), given=given)
                     if on_hidden is not None and layer == num_layers - 1:
                         on_hidden(start, x)
                     poll()
@@ -213,9 +255,9 @@ class Decoder:
         assert self.weights.head is not None, "rank 0 alone has the head"
         norm, head = self.weights.final_norm, self.weights.head
         if (native := self._native_for(len(hidden), block)) is not None:
-            logits = native.logits(hidden, norm, head)
+            logits = native.multiply(hidden, head, norm)
         else:
-            logits = self._operators.logits(hidden, norm, head, self._blocks([len(hidden)], block))
+            logits = self._operators.multiply(hidden, head, norm, self._blocks([len(hidden)], block))
         if self.config.logits_scale != 1:
             logits.mul_(self.config.logits_scale)
         if (cap := self.config.logits_cap) is not None:
@@ -254,9 +296,13 @@ class _Caches:
         self._caches = [each.cache for each in segments]
         self._counts = [len(each.tokens) for each in segments]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own = zip(q.split(self._counts), k.split(self._counts), v.split(self._counts), strict=True)
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        own = zip(*(self._split(rows) for rows in (q, k, v)), strict=True)
         return torch.cat([each.attend(layer, *rows) for each, rows in zip(self._caches, own, strict=True)])
+
+    def _split(self, rows: Tensor | None) -> Sequence[Any]:
+        """Each sequence's rows; None for each where there are none."""
+        return [None] * len(self._counts) if rows is None else rows.split(self._counts)
 
     def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         own = zip(self._caches, rows.split(self._counts), strict=True)

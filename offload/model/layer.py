@@ -25,14 +25,15 @@ from offload.weights.linear import Linear
 # x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs].
 # mixed: its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output
 # before its norm or sum over ranks, [T, hidden]. made: that of experts, beside: of a network beside them, [T, hidden].
-Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside"]
+# gated: the gate of the layer's input, [T, size].
+Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside", "gated"]
 
 
 class MixRows(Protocol):
     """The interface through which layers use the caches of a forward's sequences; see `offload.kv`."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D], k and v [T, H_kv, D] -> [T, H * D], contiguous."""
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """q [T, H, D], k and v [T, H_kv, D] -> [T, H * D], contiguous. k, v: see `Cache`."""
         ...
 
     def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
@@ -108,13 +109,18 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """The layer's input, see `LayerTable`: gated *= it."""
+
+
+@dataclass(frozen=True)
 class Scale:
     """The layer's scale: x *= factor, [1]."""
 
     factor: Tensor
 
 
-LayerStep = Product | Attend | Recur | Mix | Join | Add | Scale
+LayerStep = Product | Attend | Recur | Mix | Join | Add | Gate | Scale
 
 
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
@@ -132,6 +138,10 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
     ]
     first, last = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
     steps: list[LayerStep] = [mix[0], *first, *mix[1:], *last] if block.side_by_side else [*mix, *first, *last]
+    if weights.input_gate is not None and weights.input_out is not None:
+        activation = block.feed_forward.activation
+        steps.append(Product("x", weights.input_gate, "gated", ending="activate", activation=activation))
+        steps += [Gate(), Product("gated", weights.input_out, "part"), Add(weights.after_input, 1.0, is_whole=True)]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
 
 

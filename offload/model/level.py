@@ -154,13 +154,15 @@ class Level:
         sizes = [min(power_of_two(each.num_logits), len(ids)) for each, ids in zip(passes, tokens, strict=True)]
         all_wanted = not others and len(first.tokens) == first.num_logits
         wanted = [] if all_wanted else [self._wanted(passes, tokens, sizes, block)]
-        given = [tokens, wanted, *(list(each.given) for each in passes)]
+        table = self._decoder.table_rows(torch.cat(tokens))
+        given = [tokens, wanted, [] if table is None else [table], *(list(each.given) for each in passes)]
 
         def compute(*tensors: Tensor) -> list[Tensors]:
             inputs = iter(tensors)
-            ids, rows, *own = [list(islice(inputs, len(some))) for some in given]
+            ids, rows, of_table, *own = [list(islice(inputs, len(some))) for some in given]
             caches = [each.cache for each in segments]
-            hidden = self._decoder.forward(list(map(Segment, caches, ids)), block=block)
+            read = of_table[0] if of_table else None
+            hidden = self._decoder.forward(list(map(Segment, caches, ids)), block=block, table_rows=read)
             for each, part in zip(passes, hidden.split([len(some) for some in ids]), strict=True):
                 _level(each)._leave_hidden(part)
             logits = self._decoder.logits(hidden.index_select(0, *rows) if rows else hidden, block=block)

@@ -14,13 +14,13 @@ from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
-from offload.model.layer import Add, Attend, Join, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
+from offload.model.layer import Add, Attend, Gate, Join, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, Parts
 
-_Prepared = Sequence[Steps | Attend | Recur | Mix | Join | Add | Scale]
+_Prepared = Sequence[Steps | Attend | Recur | Mix | Join | Add | Gate | Scale]
 
 
 class NativeLayers:
@@ -51,8 +51,11 @@ class NativeLayers:
             self._allocate(max(num_rows, 8))
         return self._operands["x"][:num_rows]
 
-    def run(self, layer: int, weights: LayerWeights, x: Tensor, caches: MixRows) -> None:
-        """Run a layer on x [T, hidden], which `rows` returned, in place."""
+    def run(
+        self, layer: int, weights: LayerWeights, x: Tensor, caches: MixRows, *, given: Tensor | None = None
+    ) -> None:
+        """Run a layer on x [T, hidden], which `rows` returned, in place. given: the layer's input [T, size], if it has
+        one."""
         num_rows, room, mixed = len(x), self._rooms[layer], None
         for step in self._prepared(layer, weights, room):
             match step:
@@ -77,23 +80,29 @@ class NativeLayers:
                 case Add():
                     part = self._operands[step.read][:num_rows]
                     add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
+                case Gate():
+                    assert given is not None
+                    self._operands["gated"][:num_rows] *= given
                 case _:
                     x *= step.factor
 
-    def logits(self, hidden: Tensor, norm: NormWeights, head: Linear) -> Tensor:
-        """The head's product: hidden [n, hidden] -> logits [n, V]."""
-        hidden = hidden.contiguous()
-        num_rows = hidden.shape[0]
-        out = hidden.new_empty(num_rows, head.weight.shape[0])
-        Steps(self._kernels, _steps_of(hidden, head, out, norm), room_to_widen(*hidden.shape)).run(num_rows)
+    def multiply(self, x: Tensor, linear: Linear, norm: NormWeights | None = None) -> Tensor:
+        """The product of a matrix outside layers, such as the head, with x [n, inputs] -> [n, outputs]. norm: of x
+        before it."""
+        x = x.contiguous()
+        num_rows = x.shape[0]
+        out = x.new_empty(num_rows, linear.weight.shape[0])
+        Steps(self._kernels, _steps_of(x, linear, out, norm), room_to_widen(*x.shape)).run(num_rows)
         return out
 
     def _allocate(self, most: int) -> None:
         kinds = [kind.block for kind, _ in self._config.kinds]
         self._most, hidden, inner = most, self._config.hidden_size, max(each.feed_forward.size for each in kinds)
+        given = max(each.input_size for each in kinds)
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden, "made": hidden, "beside": hidden}
+        widths["gated"] = given
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
-        widest = max(hidden, inner, *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds))
+        widest = max(hidden, inner, given, *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds))
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
         self._rooms = _rooms(self._config, most, self._dtype)
@@ -103,7 +112,7 @@ class NativeLayers:
         block = self._config.blocks[layer]
         key = id(weights), id(block)
         if key not in self._layers:
-            found, products = list[Steps | Attend | Recur | Mix | Join | Add | Scale](), list[Step]()
+            found, products = list[Steps | Attend | Recur | Mix | Join | Add | Gate | Scale](), list[Step]()
             for step in steps_of(block, weights, alone=self._alone):
                 if isinstance(step, Product | Add) and (native := self._native(step, block, room)):
                     products += native
@@ -131,7 +140,7 @@ class NativeLayers:
         """The attention's output [T, H * D]. Heads are normed in place, in the room."""
         attention, weights = step.attention, step.weights
         rows, heads, gate = room.views(num_rows)
-        if attention.values_are_keys:
+        if attention.values_are_keys and not attention.shares:
             rows[2].copy_(rows[1])
         if norms_over_ranks(self._config, self._sums):
             for part, normed in zip(rows, normed_over_ranks(rows[0], rows[1], weights, self._sums), strict=False):
@@ -144,7 +153,9 @@ class NativeLayers:
                     norm_heads(self._kernels, part, norm)
         if weights.v_norm is not None:
             norm_heads(self._kernels, rows[2], weights.v_norm)
-        attended = caches.attend(layer, *heads)
+        q, *own = heads
+        k, v = own or (None, None)
+        attended = caches.attend(layer, q, k, v)
         return attended if gate is None else gated_heads(attended, gate, attention)
 
 
@@ -161,14 +172,17 @@ class _Room:
 
     def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
         """Views of the first `num_rows` rows: q [T, H * D], k and v [T, H_kv * D]; the same three by heads,
-        [T, H, D]; the gate, if there is one. v has its own buffer where values are the keys."""
+        [T, H, D]; the gate, if there is one. v has its own buffer where values are the keys. Of a layer that shares
+        those of another, q alone."""
         if num_rows not in self._views:
             attention = self._mixer
             assert isinstance(attention, Attention)
-            q, k, *others = self.qkv[:num_rows].split(attention.parts, 1)
-            v, *gate = [self._values[:num_rows], *others] if attention.values_are_keys else others
-            heads = [part.unflatten(1, (-1, attention.head_dim)) for part in (q, k, v)]
-            self._views[num_rows] = (q, k, v), heads, gate[0] if gate else None
+            parts = list(self.qkv[:num_rows].split(attention.parts, 1))
+            gate = parts.pop() if attention.gate else None
+            if attention.values_are_keys and not attention.shares:
+                parts.append(self._values[:num_rows])
+            heads = [part.unflatten(1, (-1, attention.head_dim)) for part in parts]
+            self._views[num_rows] = parts, heads, gate
         return self._views[num_rows]
 
 
@@ -178,7 +192,8 @@ def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
     found = []
     for block in config.blocks:
         own = block.mixer
-        key = (own.parts, own.head_dim, own.values_are_keys) if isinstance(own, Attention) else (own.parts,)
+        same = ("head_dim", "values_are_keys", "gate", "shares")
+        key = (own.parts, *(getattr(own, name, None) for name in same))
         if key not in made:
             made[key] = _Room(own, most, dtype)
         found.append(made[key])

@@ -15,7 +15,7 @@ from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
 from offload.model.host_experts import HostMixes
-from offload.model.layer import Add, Attend, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
+from offload.model.layer import Add, Attend, Gate, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, product
@@ -47,10 +47,11 @@ class TorchLayers:
         caches: MixRows,
         blocks: Sequence[int] | None = None,
         real: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> None:
         """Run a layer on x [T, hidden], in place. blocks: numbers of rows of the successive blocks, T in all, in which
         every matrix product runs, so that a row's bits do not depend on T; None: all rows at once. real: which rows are
-        not padding, for experts, see `RunExperts`."""
+        not padding, for experts, see `RunExperts`. given: the layer's input [T, size], if it has one."""
         operands: dict[Operand, Tensor] = {"x": x}
         for step in self._steps_of(layer, weights):
             match step:
@@ -67,12 +68,18 @@ class TorchLayers:
                 case Add():
                     part = operands[step.read]
                     add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
+                case Gate():
+                    assert given is not None
+                    operands["gated"] = operands["gated"] * given
                 case _:
                     x *= step.factor
 
-    def logits(self, hidden: Tensor, norm: NormWeights, head: Linear, blocks: Sequence[int] | None = None) -> Tensor:
-        """The head's product: hidden [n, hidden] -> logits [n, V]. blocks: as in `run`."""
-        return _by_block(blocks, hidden, lambda rows: head(norm(rows)))
+    def multiply(
+        self, x: Tensor, linear: Linear, norm: NormWeights | None = None, blocks: Sequence[int] | None = None
+    ) -> Tensor:
+        """The product of a matrix outside layers, such as the head, with x [n, inputs] -> [n, outputs]. norm: of x
+        before it. blocks: as in `run`."""
+        return _by_block(blocks, x, lambda rows: linear(rows if norm is None else norm(rows)))
 
     def _steps_of(self, layer: int, weights: LayerWeights) -> list[LayerStep]:
         block = self._config.blocks[layer]
@@ -113,18 +120,22 @@ class TorchLayers:
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
         return run(step.mixture, homes, x, beside, real)
 
-    def _attended(self, step: Attend, qkv: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The attention's output: qkv [T, outputs] -> [T, H * D]."""
+    def _attended(self, step: Attend, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The attention's output: qkv [T, outputs] -> [T, H * D]. attend: of queries, keys and values."""
         own, weights = step.attention, step.weights
-        q, k, *others = qkv.split(own.parts, 1)
-        values = k if own.values_are_keys else others.pop(0)
-        v = normed_heads(values, weights.v_norm, own.head_dim)
-        if norms_over_ranks(self._config, self._sums):
-            q, k = normed_over_ranks(q, k, weights, self._sums)
+        q, *others = qkv.split(own.parts, 1)
+        size = 0 if own.norms_whole else own.head_dim
+        if own.shares:
+            heads, none = [normed_heads(q, weights.q_norm, size)], [None, None]
         else:
-            size = 0 if own.norms_whole else own.head_dim
-            q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
-        attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in (q, k, v)))
+            k = others.pop(0)
+            v = normed_heads(k if own.values_are_keys else others.pop(0), weights.v_norm, own.head_dim)
+            if norms_over_ranks(self._config, self._sums):
+                q, k = normed_over_ranks(q, k, weights, self._sums)
+            else:
+                q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
+            heads, none = [q, k, v], []
+        attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in heads), *none)
         return gated_heads(attended, others[0], own) if own.gate else attended
 
 

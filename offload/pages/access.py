@@ -73,25 +73,28 @@ class StreamedTiles(TileAccess):
 
     While one tile is attended the next one is being copied, across layer boundaries and, with `fetch_ahead`, across
     forwards, since rows in the cache do not change. Only pages in use are copied. New rows are written into the staged
-    tile and copied home from there. Whole pages are packed between passes, where homes hold packed pages.
+    tile and copied home from there; where that tile has been fetched for a further layer already, it is fetched again.
+    Whole pages are packed between passes, where homes hold packed pages.
     """
 
-    def __init__(self, store: TileStore, link: Link, staging: Sequence[Tensor], mover: Mover) -> None:
+    def __init__(
+        self, store: TileStore, link: Link, staging: Sequence[Tensor], mover: Mover, layers: Sequence[int]
+    ) -> None:
+        """layers: as a forward uses their tiles, those that several layers read several times."""
         super().__init__(store)
-        self._link, self._mover = link, mover
+        self._link, self._mover, self._layers = link, mover, layers
         self._slots = [_Slot(tile, link.record(), link.record(), link.record()) for tile in staging]
         self._order: list[tuple[int, int]] = []
-        self._position: dict[tuple[int, int], int] = {}
+        self._at = 0  # position in that order of the tile in use, or of the next one
         self._length = 0  # tokens in the cache at the start of the forward
-        self._finished = False  # the last tile of the forward was closed
+        self._written: dict[tuple[int, int], int] = {}  # tokens in the cache, by tile with new rows of the forward
         self._ahead: list[tuple[int, int]] = []  # in the slots for the next forward
         self._packed = perf_counter()  # time of the last packing
 
     def begin(self, length: int, num_rows: int) -> None:
         super().begin(length, num_rows)
-        self._length, self._finished = length, False
-        self._order = self._store.streamed(length + num_rows)
-        self._position = {key: i for i, key in enumerate(self._order)}
+        self._length, self._at, self._written = length, 0, {}
+        self._order = self._store.streamed(length + num_rows, self._layers)
         first, ahead = self._order[: len(self._slots)], self._ahead
         self._ahead = []  # cleared first: the rest may be interrupted
         if first != ahead:
@@ -114,15 +117,24 @@ class StreamedTiles(TileAccess):
         event = self._mover.write(layer, index, slot.opened, start, stop)
         if slot.opened is slot.tile:
             slot.left = event
+        self._written[layer, index] = index * self._store.shape.tokens + stop
+        for ahead in range(self._at + 1, min(self._at + len(self._slots), len(self._order))):
+            if self._order[ahead] == (layer, index):
+                self._fetch(ahead, self._length)
 
     def close(self, layer: int, index: int) -> None:
         if self._store.place(layer, index) == "device":
             return
         self._slot(layer, index).free = self._link.record()
-        following = self._position[layer, index] + len(self._slots)
+        following = self._at + len(self._slots)
         if following < len(self._order):
             self._fetch(following, self._length)
-        self._finished = self._position[layer, index] + 1 == len(self._order)
+        self._at += 1
+
+    @property
+    def _finished(self) -> bool:
+        """Whether the last tile of the forward was closed."""
+        return 0 < self._at == len(self._order)
 
     def end(self) -> None:
         if not self._finished:  # interrupted: opened tiles were not closed
@@ -134,6 +146,7 @@ class StreamedTiles(TileAccess):
         """Fill the slots with the first tiles again."""
         if self._finished and not self._ahead:
             self._pack(length)
+            self._written = {}
             self._fetch_first(length)
             self._ahead = self._order[: len(self._slots)]  # set last: the fetches may be interrupted
 
@@ -162,15 +175,18 @@ class StreamedTiles(TileAccess):
         self._packed = perf_counter()
 
     def _slot(self, layer: int, index: int) -> _Slot:
-        return self._slots[self._position[layer, index] % len(self._slots)]
+        assert self._order[self._at] == (layer, index)
+        return self._slots[self._at % len(self._slots)]
 
     def _fetch_first(self, length: int) -> None:
         for position in range(min(len(self._slots), len(self._order))):
             self._fetch(position, length)
 
     def _fetch(self, position: int, length: int) -> None:
-        """Begin to fetch the pages that `length` tokens use of the tile at `position` in the order."""
+        """Begin to fetch the pages that `length` tokens use, or more if they are written, of the tile at `position` in
+        the order."""
         layer, index = self._order[position]
+        length = self._written.get((layer, index), length)
         slot = self._slots[position % len(self._slots)]
         # A dropped fetch ahead must have completed before the slot is reused: `full`.
         after = (slot.full, slot.free, slot.left)

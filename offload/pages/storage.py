@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +45,8 @@ class PageStorage:
 
     store: the homes. reader: reads rows from any home. packed: the packed pages; None where all pages are raw.
     access: to tiles, by the phase of a forward. num_tokens: the capacity. arena: allocates a prefill's tiles.
-    kernels: the device's, which unpack. offload: None where all tiles are on the device."""
+    kernels: the device's, which unpack. offload: None where all tiles are on the device. reads: the layers as a forward
+    uses their tiles, one that others share several times; (): each once."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class PageStorage:
         arena: Arena,
         offload: Offload | None = None,
         kernels: DeviceKernels = NONE,
+        reads: Sequence[int] = (),
     ) -> None:
         self.shape, self.num_layers, self.all_on_device = shape, num_layers, offload is None
         self._memory, self._offload, self._staging = memory, offload, list[Tensor]()
@@ -79,7 +81,7 @@ class PageStorage:
         mover = Mover(self.store, link, self._traffic, self.packed, unpacked, kernels)
         self.access = {
             "prefill": PrefillTiles(self.store, link, arena, mover),
-            "decode": StreamedTiles(self.store, link, self._staging[:num_staging], mover),
+            "decode": StreamedTiles(self.store, link, self._staging[:num_staging], mover, reads or range(num_layers)),
         }
         self.reader = RowReader(self.store, memory, link, self.packed)
 

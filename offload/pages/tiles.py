@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,10 +109,9 @@ class TileStore:
     def place(self, layer: int, index: int) -> Place:
         return "device" if index < self.num_resident(layer) else "stream"
 
-    def streamed(self, num_tokens: int) -> list[tuple[int, int]]:
-        """(layer, index) of all streamed tiles of `num_tokens` tokens, in the order in which layers use them."""
+    def streamed(self, num_tokens: int, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """(layer, index) of all streamed tiles of `num_tokens` tokens, as they are used in the order of `layers`."""
         count = self.shape.count(num_tokens)
-        layers = range(self.num_layers)
         return [(layer, index) for layer in layers for index in range(self.num_resident(layer), count)]
 
     def grow(self, num_tokens: int) -> None:

@@ -34,7 +34,7 @@ class CpuPasses(DevicePasses):
         passes, sizing = self.passes, self.passes.sizing
         assert sizing.draft is not None
         held = passes.composition.sinks + passes.composition.window
-        cached = held * sizing.draft.kv_bytes_per_token(sizing.itemsize)
+        cached = held * sizing.draft.read_kv_bytes(sizing.itemsize)
         seconds = sizing.draft_pass.seconds(1, cached, sequences=passes.num_sequences)
         return seconds * sizing.hardware.ranks_per_host  # by the threads of one rank
 
@@ -81,7 +81,7 @@ class CpuPasses(DevicePasses):
         sizing = self.passes.sizing
         shares = sizing.num_devices  # each has a part of every token
         return (
-            num_tokens * sizing.target.kv_bytes_per_token(sizing.itemsize),
+            num_tokens * sizing.target.read_kv_bytes(sizing.itemsize),
             shares * sizing.seen_window_bytes(self.passes.capacity),
         )
 

@@ -118,7 +118,7 @@ class GpuPasses(DevicePasses):
     @property
     def _cache(self) -> int:
         """Bytes of the keys and values, and of the states, of all sequences that a pass reads."""
-        return self.passes.cache_bytes + self.passes.window_bytes + self.passes.state_bytes
+        return self.passes.read_cache_bytes + self.passes.window_bytes + self.passes.state_bytes
 
     @property
     def _tiles_calls(self) -> float:

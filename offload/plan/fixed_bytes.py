@@ -121,7 +121,7 @@ def _selection_bytes(sizing: Sizing, capacity: int, composition: Composition) ->
     GPU, in bf16, and of the temporaries of choosing chunks."""
     chunks = _all_tokens(sizing, capacity) // composition.chunk
     heads, item = sizing.shard.num_kv_heads, 4 if sizing.hardware.is_cpu else 2
-    return (item * _padded(sizing, composition.gamma + 1) + 24) * heads * chunks * sizing.num_growing
+    return (item * _padded(sizing, composition.gamma + 1) + 24) * heads * chunks * sizing.num_readers
 
 
 def _attention_bytes(sizing: Sizing, capacity: int, composition: Composition, *, first: bool) -> int:

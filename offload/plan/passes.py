@@ -94,6 +94,11 @@ class Passes:
         return self.num_sequences * self.capacity * self.sizing.kv_bytes_per_token
 
     @cached_property
+    def read_cache_bytes(self) -> int:
+        """Bytes of them that a row of each sequence reads in a pass, for each layer that reads them."""
+        return self.num_sequences * self.capacity * self.sizing.read_kv_bytes
+
+    @cached_property
     def window_bytes(self) -> int:
         """Bytes of keys and values that a row of each sequence sees in layers with a window."""
         return self.num_sequences * self.sizing.seen_window_bytes(self.capacity)
@@ -133,13 +138,15 @@ class Passes:
 
     @property
     def streamed_cache_bytes(self) -> float:
-        """Bytes, before packing, of the keys and values that cross the link in a pass over the full cache."""
-        return self.tiles_bytes(self.num_tiles - self.placement.resident_tiles)
+        """Bytes, before packing, of the keys and values that cross the link in a pass over the full cache, for each
+        layer that reads them."""
+        once = self.tiles_bytes(self.num_tiles - self.placement.resident_tiles)
+        return once * self.sizing.num_readers / max(self.sizing.num_growing, 1)
 
     @property
     def retrieved_bytes(self) -> int:
         """Bytes of keys and values of all sequences' retrieved tokens, in 16 bits or more."""
-        return self.num_sequences * self.composition.budget * self.sizing.kv_bytes_per_token
+        return self.num_sequences * self.composition.budget * self.sizing.read_kv_bytes
 
     @cached_property
     def full_link_bytes(self) -> float:

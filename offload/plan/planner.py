@@ -122,6 +122,10 @@ def make_plan(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int) -> Pla
     sizes that would fit."""
     target, draft, options, hardware = sizing.target, sizing.draft, sizing.options, sizing.hardware
     notes = [f"the text of a {target.wrapper} model: it sees no pictures here"] if target.wrapper else []
+    if table := target.layer_table_bytes(sizing.itemsize):
+        notes.append(
+            f"a table of {table / 1e9:.3g} GB is read by rows from the model's file, and takes no memory of its own"
+        )
     notes += target.quantisation.remarks if target.quantisation else []
     capacity = capacity_of(sizing, num_prompt_tokens, max_tokens, notes)
     _check_memory(sizing, capacity, num_prompt_tokens)

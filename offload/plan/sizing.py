@@ -196,6 +196,16 @@ class Sizing:
         """The number of layers whose cache is in tiles."""
         return len(self.target.growing)
 
+    @cached_property
+    def num_readers(self) -> int:
+        """The number of layers that read these caches: each retrieves chunks of its own."""
+        return len(self.target.readers(self.target.growing))
+
+    @cached_property
+    def read_kv_bytes(self) -> int:
+        """Bytes that a row reads for each token that it attends to in the layers that read them, on each device."""
+        return self.shard.read_kv_bytes(self.itemsize)
+
     def host_cache_bytes(self, capacity: int, resident: int, bits: int) -> dict[str, int]:
         """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers on the device.
         bits: per number of the other tiles."""
@@ -307,8 +317,9 @@ class Sizing:
 
     @cached_property
     def embedding_bytes(self) -> int:
-        """Bytes outside the layers, on the first device: embeddings that are not mapped, head, last norm."""
-        mapped = self.table_bytes if self.maps_table else 0
+        """Bytes outside the layers, on the first device: embeddings that are not mapped, head, last norm. The layer
+        table is mapped."""
+        mapped = self.target.layer_table_bytes(self.itemsize) + (self.table_bytes if self.maps_table else 0)
         return self.target.weight_bytes(self.itemsize) - self.target.layers_weight_bytes(self.itemsize) - mapped
 
     @cached_property
@@ -370,9 +381,12 @@ class Sizing:
     def quantised_cache_bytes(self, capacity: int, composition: Composition) -> int:
         """Bytes of the quantised cache: whole groups of all tokens, or of the retrieved ones, with 4 bits a number, and
         the exact first and last tokens."""
-        heads = self.num_growing * self.shard.num_kv_heads
+        layers, exact = self.num_growing, self.kv_bytes_per_token
+        if composition.budget:
+            layers, exact = self.num_readers, self.read_kv_bytes
+        heads = layers * self.shard.num_kv_heads
         coded = (composition.budget or capacity) // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
-        return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * self.kv_bytes_per_token
+        return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * exact
 
     @property
     def kv_code_share(self) -> float:
@@ -395,10 +409,11 @@ class Sizing:
         each device."""
         if not composition.keeps_copies:
             return 0
-        tokens = composition.budget + tail_tokens(composition) if composition.budget else capacity
-        return min(FETCH_BYTES, tokens * self.kv_bytes_per_token)
+        if composition.budget:
+            return min(FETCH_BYTES, (composition.budget + tail_tokens(composition)) * self.read_kv_bytes)
+        return min(FETCH_BYTES, capacity * self.kv_bytes_per_token)
 
     def retrieval_bytes(self, capacity: int, composition: Composition) -> int:
         if composition.kv_bits < 16:
             return self.quantised_cache_bytes(capacity, composition)
-        return (composition.budget + tail_tokens(composition)) * self.kv_bytes_per_token
+        return (composition.budget + tail_tokens(composition)) * self.read_kv_bytes

@@ -84,7 +84,7 @@ class CpuPass:
     def prefill(self, num_tokens: int, block: int) -> float:
         """Seconds of a prefill of `num_tokens` rows, `block` at a time. Experts run as in other passes, by few rows
         each."""
-        config = self.config
+        config = self.config.prefilled
         numbers = config.all_layers(ModelConfig.layer_matrix_elements)
         pairs = config.seen_pairs(num_tokens) * config.num_heads * config.head_dim
         products = numbers * self.curves.product + self.experts(block) / block

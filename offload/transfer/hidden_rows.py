@@ -21,7 +21,10 @@ _PURPOSE = "hidden rows"
 
 
 class HiddenRows(Protocol):
-    """The hidden rows of a prefill, in the model's hidden size and dtype, worked on block by block."""
+    """The hidden rows of a prefill, in the model's hidden size and dtype, worked on block by block: `block` rows at a
+    time."""
+
+    block: int
 
     def begin(self, num_rows: int) -> None:
         """Start a prefill of `num_rows` rows. The rows of an interrupted one are dropped."""
@@ -39,15 +42,15 @@ class ResidentRows:
 
     def __init__(self, arena: Arena, hidden_size: int, dtype: torch.dtype, *, block: int) -> None:
         """block: rows per block."""
-        self._arena, self._hidden_size, self._dtype, self._block = arena, hidden_size, dtype, block
+        self._arena, self._hidden_size, self._dtype, self.block = arena, hidden_size, dtype, block
         self.rows = torch.empty(0)  # [T, hidden], valid from `begin` to the arena's next turn
 
     def begin(self, num_rows: int) -> None:
         self.rows = self._arena.take((num_rows, self._hidden_size), self._dtype)
 
     def blocks(self, layer: int) -> Iterator[tuple[int, Tensor]]:
-        for start in range(0, len(self.rows), self._block):
-            yield start, self.rows[start : start + self._block]
+        for start in range(0, len(self.rows), self.block):
+            yield start, self.rows[start : start + self.block]
 
 
 class StreamedRows:
@@ -72,7 +75,7 @@ class StreamedRows:
     ) -> None:
         """num_rows: of the longest planned prefill; a longer one allocates more. block: rows per block. num_layers: of
         the model; the last layer's rows are not copied home. Raises DoesNotFit."""
-        self._memory, self._link, self._num_layers = memory, link, num_layers
+        self._memory, self._link, self._num_layers, self.block = memory, link, num_layers, block
         self._home = memory.allocate((num_rows, hidden_size), dtype, tier="host", purpose=_PURPOSE)
         self._slots = [
             memory.allocate((block, hidden_size), dtype, tier="device", purpose=_PURPOSE) for _ in range(num_slots)

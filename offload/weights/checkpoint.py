@@ -36,7 +36,8 @@ from offload.weights.transposed import transposed
 COMPUTES_NOTHING = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 HEAD, EMBEDDINGS = TensorNames().head, TensorNames().embeddings
 _TABLE = EMBEDDINGS.removeprefix(TensorNames().body)
-_BODY_PARTS = ("embed_tokens.", "layers.", "norm.")
+_LAYER_TABLE = ("embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm.")
+_BODY_PARTS = ("embed_tokens.", "layers.", "norm.", *_LAYER_TABLE)
 _PIECE_BYTES = 64 << 20  # of a tensor that are read at once
 _UNPACKED_NUMBERS = 1 << 22  # of a matrix that are unpacked at once
 _NUM_NAMED = 3  # tensors of each kind that a message names
@@ -113,9 +114,14 @@ class Checkpoint:
             self._copied(name)
 
     def mapped_rows(self, name: str) -> Tensor:
-        """The rows of the matrix `name` as they lie in the file, uint8 [rows, bytes]. They hold its mapping open, also
-        after `close`."""
-        assert self.encoding(name)
+        """The rows of the matrix `name` as they lie in the file: [rows, inputs], or uint8 [rows, bytes] in blocks. They
+        hold its mapping open, also after `close`. ModelError if they are made as they are read."""
+        entry = self._entry(name)
+        if entry.unpack or entry.rows or entry.is_gathered:
+            raise ModelError(
+                f"{entry.path}: {name} is stored in a format of which no rows can be read alone; fetch the model in "
+                "another quantisation"
+            )
         return self._mapped(name)
 
     def _copied(self, name: str) -> None:

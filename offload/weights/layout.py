@@ -35,7 +35,7 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
-    layer with a state. router: of a layer with experts."""
+    layer with a state. router: of a layer with experts. input_gate, input_out: of a layer with an input."""
 
     qkv: Linear
     o: Linear
@@ -55,11 +55,19 @@ class LayerWeights:
     factor: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
     router: Router | None = None
+    input_gate: Linear | None = None
+    input_out: Linear | None = None
+    after_input: NormWeights | None = None
+
+    @property
+    def operators(self) -> dict[str, Linear]:
+        """Those of OPERATORS that the layer has."""
+        return {name: own for name in OPERATORS if (own := getattr(self, name)) is not None}
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
         norms = [getattr(self, name) for name in NORMS]
-        found = [getattr(self, name).bias for name in OPERATORS]
+        found = [own.bias for own in self.operators.values()]
         if self.recurrence is not None:
             norms.append(self.recurrence.norm)
             found += [getattr(self.recurrence, name) for name in VECTORS]
@@ -109,7 +117,7 @@ class LayerLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
         """The layout of the layer `config.block` in `dtype`, with matrices in codes if `code_bits` is given."""
-        products = dict(zip(OPERATORS, config.layer_products(), strict=True))
+        products = dict(zip(config.layer_matrices(), config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         stored: dict[str, str] = {}
         for name, parts in config.layer_matrices().items():
@@ -158,19 +166,21 @@ class LayerLayout:
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer in `buffer`, as views, also of bytes copied into it later."""
         tensors = self.tensors(buffer)
-        operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
+        named = {name.partition(".")[0] for name in tensors}
+        has = [name for name in OPERATORS if name in named]
+        operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in has}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
         recurrence = None
         if "taps" in tensors:
             vectors = {name: tensors[name] for name in VECTORS if name in tensors}
             recurrence = RecurrenceWeights(**vectors, norm=norms.get("out_norm"))
-        named = {name: norms.get(name) for name in NORMS}
+        of_norms = {name: norms.get(name) for name in NORMS}
         router = None
         if (matrix := tensors.get("router")) is not None:
             bias, scale = tensors.get("router_bias"), tensors.get("router_scale")
-            router = Router(matrix, bias, scale, named["before_router"])
+            router = Router(matrix, bias, scale, of_norms["before_router"])
         others = {"factor": tensors.get(_FACTOR), "recurrence": recurrence, "router": router}
-        return LayerWeights(**operators, **named, **others)  # type: ignore[arg-type]
+        return LayerWeights(**operators, **of_norms, **others)  # type: ignore[arg-type]
 
     @property
     def _normed(self) -> list[tuple[str, Norm]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.config.matrices import OPERATORS, Matrix
+from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -25,10 +25,13 @@ from offload.weights.embedding import Embedding
 from offload.weights.experts import StreamedExperts, in_prefill, load_experts
 from offload.weights.fp16 import check_range
 from offload.weights.homes import AsTheyAre, Home, HomeMaker
+from offload.weights.layer_inputs import LayerInputWeights
 from offload.weights.layers import Layers, ResidentLayers, StreamedLayers
 from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
 from offload.weights.tensors import head_order, sources
+
+_CHECKED_ROWS = 1 << 10  # of a layer table that are checked at once
 
 
 def load_layer(
@@ -37,10 +40,10 @@ def load_layer(
     """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
     block, own = whole.blocks[index], whole.layer(index)
     order = head_order(block.attention) if block.attends else None
-    pending = {name: sources(own, shard, f"{name}.weight") for name in OPERATORS}
+    pending = {name: sources(own, shard, f"{name}.weight") for name in own.layer_matrices()}
     for name, view in layout.views.items():
         target, row, operator = view.of(buffer), 0, name.partition(".")[0]
-        is_matrix = operator in OPERATORS and not name.endswith(".bias")
+        is_matrix = operator in pending and not name.endswith(".bias")
         parts = pending[operator] if is_matrix else sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0].columns)))
@@ -74,7 +77,7 @@ def _order_heads(rows: Tensor, order: Tensor) -> None:
 class Weights:
     """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
     embedding's table itself if tied, None on a rank that computes no logits. scoring: of each layer that attends; ()
-    if none has any. experts: of each layer; () if no layer has any."""
+    if none has any. experts: of each layer; () if no layer has any. inputs: of layers; None if they have none."""
 
     embedding: Embedding
     layers: Layers
@@ -82,6 +85,7 @@ class Weights:
     head: Linear | None
     scoring: tuple[ScoringWeights, ...] = ()
     experts: tuple[ExpertHomes | None, ...] = ()
+    inputs: LayerInputWeights | None = None
 
     @property
     def streamed_experts(self) -> list[StreamedExperts]:
@@ -134,6 +138,22 @@ class _Loader:
         check_range(StoredMatrix(rows, kind), name, self._dtype)
         self._on_bytes(rows.nbytes)
         return StoredMatrix(rows, kind)
+
+    def inputs(self) -> LayerInputWeights | None:
+        """The weights of the inputs of layers, with the table in its file."""
+        names, own = self._config.names, self._config.layer_table
+        if own is None:
+            return None
+        mapped = self._checkpoint.mapped_rows(names.layer_table)
+        table = StoredMatrix(mapped, ENCODINGS[own.encoding]) if own.encoding else mapped
+        for piece in mapped.split(_CHECKED_ROWS) if isinstance(table, Tensor) and self._dtype == torch.float16 else ():
+            check_range(piece.to(self._dtype), names.layer_table, self._dtype)
+        if isinstance(table, StoredMatrix):
+            check_range(table, names.layer_table, self._dtype)
+        projection = self.table(names.layer_projection, self._config.of_layer_table[names.layer_projection])
+        weight = self.tensor(names.layer_norm, (own.size,), kind=dtype_of(own.norm, self._dtype))
+        norm = NormWeights(own.norm, weight)
+        return LayerInputWeights(own, table, Linear(projection, None), norm, self._memory.device, self._dtype)
 
     def norm(self, name: str) -> NormWeights:
         """The norm of the last hidden rows."""
@@ -252,6 +272,5 @@ def load_weights(
     head = None
     if shard.rank == 0:
         head = Linear(rows if config.tie_embeddings else loader.table(names.head, config.head), None)
-    return Weights(
-        Embedding(rows, memory.device, dtype), layers, loader.norm(names.norm), head, tuple(loader.scoring), experts
-    )
+    embedding, scoring = Embedding(rows, memory.device, dtype), tuple(loader.scoring)
+    return Weights(embedding, layers, loader.norm(names.norm), head, scoring, experts, loader.inputs())

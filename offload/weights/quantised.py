@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.config.matrices import OPERATORS
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
 from offload.weights.layout import LayerWeights
@@ -16,10 +15,10 @@ LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels) -> None:
     """Fill `layer`, whose matrices are codes, from `exact`, by the kernels of their common device; other tensors are
     copied."""
-    for name in OPERATORS:
-        fill_codes(getattr(layer, name), getattr(exact, name), kernels)
-    for own, theirs in zip(layer.vectors(), exact.vectors(), strict=True):
-        own.copy_(theirs)
+    for name, own in exact.operators.items():
+        fill_codes(layer.operators[name], own, kernels)
+    for vector, theirs in zip(layer.vectors(), exact.vectors(), strict=True):
+        vector.copy_(theirs)
 
 
 def fill_codes(coded: Linear, exact: Linear, kernels: DeviceKernels) -> None:

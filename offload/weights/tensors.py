@@ -49,6 +49,10 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
+    if operator in ("input_gate", "input_out"):  # whole on every rank
+        outputs, inputs = (range(size) for size in (whole.block.input_size, whole.hidden_size))
+        outputs, inputs = (outputs, inputs) if operator == "input_gate" else (inputs, outputs)
+        return [Source(f"{getattr(names, operator)}.weight", outputs, inputs)]
     if operator in ROUTER:
         return _of_router(whole, operator)
     if operator == SINK_LOGITS:
@@ -131,7 +135,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     first = 0
     for letter, size, own in (
         ("q", attention.q_size, heads), ("k", attention.kv_size, kv_heads), ("v", attention.kv_size, kv_heads),
-    )[: 2 if attention.values_are_keys else 3]:  # fmt: skip
+    )[: 1 if attention.shares else 2 if attention.values_are_keys else 3]:  # fmt: skip
         rows = _times(own, dim)
         name, rows = (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
         yield Source(name, rows, rotates=letter != "v")
@@ -211,6 +215,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return tensors | norms | {f"{own.join}.weight": (join.outputs, join.inputs)}
     tensors |= {names.embeddings: table, f"{names.norm}.weight": row}
     tensors |= {f"{names.norm}.bias": row} if config.norm.bias else {}
+    tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_layer_table.items()}
+    tensors |= {names.layer_norm: (config.layer_table.size,)} if config.layer_table else {}
     return tensors if config.tie_embeddings else tensors | {names.head: table}
 
 

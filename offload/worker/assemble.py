@@ -49,7 +49,8 @@ def full_cache(
         memory,
         tile_shape(plan, config),
         num_layers=len(config.growing),
-        scorings=_of_layers(config, config.growing, scorings_of(plan, config, scoring)),
+        reads=config.reads(config.growing),
+        scorings=_of_layers(config, config.readers(config.growing), scorings_of(plan, config, scoring)),
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
         run_tokens=placement.tile_tokens,
@@ -68,7 +69,8 @@ def window_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: OfLay
         window_shape(plan, config),
         num_pages=plan.placement.window_pages,
         windows=config.windows,
-        scorings=_of_layers(config, config.windowed, scorings_of(plan, config, scoring)),
+        reads=config.reads(config.windowed),
+        scorings=_of_layers(config, config.readers(config.windowed), scorings_of(plan, config, scoring)),
         prefill=_prefill_attention(plan, config, windows=True),
         kernels=_attention_kernels(plan, config, windows=True),
     )
@@ -187,6 +189,7 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: Of
     return StreamingCache(
         memory,
         shapes=config.kv_shapes,
+        sources=config.sources,
         dtype=DTYPES[plan.request.dtype],
         scorings=scorings_of(plan, config, scoring),
         sinks=composition.sinks,

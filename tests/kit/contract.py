@@ -59,7 +59,8 @@ SHAPES: dict[str, object] = {
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
-    *("gemma4", "gemma4, one layout", "gemma4, sparse", "gemma4_unified"),
+    *("gemma4", "gemma4, one layout", "gemma4, shared caches", "gemma4, inputs of layers", "gemma4, sparse"),
+    "gemma4_unified",
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
 )
 
@@ -73,6 +74,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
         grown |= {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
+    if tiny.fields.get("hidden_size_per_layer_input"):
+        grown |= {"hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": SHAPES["vocab_size"]}
     rope = tiny.fields.get("rope_parameters")
     if isinstance(rope, dict) and "short_factor" in rope:
         grown["rope_parameters"] = rope | LONG_FACTORS
@@ -167,6 +170,10 @@ FILES: dict[str, dict[str, object]] = {
     "lfm2_moe": {**WIDE, **EXPERTS},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
+    "gemma4, inputs of layers": {
+        **NARROW, "global_head_dim": 64, "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": TOKENIZER_SIZE,
+    },
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
 }  # fmt: skip
 MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
@@ -186,6 +193,7 @@ KINDS_OF = {
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     "lfm2": ("F32", "Q8_0", "Q4_K and others"),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
+    "gemma4, inputs of layers": ("F16", "Q4_0"),
 }
 
 

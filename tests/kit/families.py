@@ -76,6 +76,7 @@ GEMMA4 = {
     "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
     "rope_parameters": {**GEMMA4_ROPES, "full_attention": {**PROPORTIONAL, "factor": 2.0}},
 }  # fmt: skip
+INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": SMALL["vocab_size"]}
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,25 @@ TINY: dict[str, Tiny] = {
         "gemma4_text", **{**GEMMA4, "global_head_dim": 8}, num_key_value_heads=1, num_global_key_value_heads=2,
         attention_k_eq_v=True, num_hidden_layers=5,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    ),
+    "gemma4, shared caches": _with(
+        "gemma4_text", num_hidden_layers=6, **GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        num_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 3 + ["full_attention"],
+    ),
+    "gemma4, inputs of layers": _with(
+        "gemma4_text", num_hidden_layers=6, **GEMMA4 | INPUTS, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        num_key_value_heads=1,
+        layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 3 + ["full_attention"],
+    ),
+    "gemma4, inputs and wrapped": Tiny(
+        "gemma4_text",
+        {
+            **GEMMA4, **INPUTS, "num_hidden_layers": 5, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 2, "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+        },
+        "gemma4",
     ),
     "gemma4, sparse": _with(
         "gemma4_text", num_hidden_layers=4, **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3,

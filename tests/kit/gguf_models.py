@@ -346,7 +346,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     if "intermediate_size" in config:
-        writer.add_feed_forward_length(adjusted(config))
+        writer.add_feed_forward_length(_inner_sizes(config))
     writer.add_head_count(heads)
     if arch in CONVOLVED:
         _convolutions(writer, config)
@@ -461,6 +461,15 @@ def _sigmoid_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_nextn_predict_layers(num_drafts(config))
 
 
+def _inner_sizes(config: dict[str, Any]) -> int | list[int]:
+    """The size of feed-forward networks, or those of all layers where the ones that share caches are wider."""
+    size, layers = adjusted(config), config["num_hidden_layers"]
+    if not config.get("use_double_wide_mlp"):
+        return size
+    shared = config["num_kv_shared_layers"]
+    return [size] * (layers - shared) + [2 * size] * shared
+
+
 def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Heads by layer. transformers writes those of layers without a window as `per_layer_config`."""
     full, kv_heads = full_heads(config), []
@@ -474,8 +483,8 @@ def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length_swa(config["head_dim"])
     writer.add_rope_dimension_count(full["head_dim"])
     writer.add_rope_dimension_count_swa(config["head_dim"])
-    writer.add_embedding_length_per_layer_input(0)
-    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", 0))
+    writer.add_shared_kv_layers(config.get("num_kv_shared_layers", 0))
 
 
 def full_heads(config: dict[str, Any]) -> dict[str, Any]:

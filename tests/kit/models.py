@@ -296,7 +296,8 @@ def full_cache(
         memory or Memory(torch.device("cpu")),
         TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
-        scorings=_of(config, config.growing, scorings_of(decoder, sizes.capacity)),
+        reads=config.reads(config.growing),
+        scorings=_of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)),
         offload=link
         and Offload(
             link,
@@ -329,7 +330,8 @@ def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
         TileShape(*config.kv_shapes[config.windowed[0]], sizes.page, 1, dtype),
         num_pages=ring_pages(config.window, max(sizes.prefill_block, 16), page=sizes.page, undo=undo),
         windows=config.windows,
-        scorings=_of(config, config.windowed, scorings_of(decoder, sizes.capacity)),
+        reads=config.reads(config.windowed),
+        scorings=_of(config, config.readers(config.windowed), scorings_of(decoder, sizes.capacity)),
         kernels=kernels_of(decoder),
     )
 
@@ -363,6 +365,7 @@ def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
     return StreamingCache(
         Memory(torch.device("cpu")),
         shapes=config.kv_shapes,
+        sources=config.sources,
         dtype=decoder.weights.embedding.dtype,
         scorings=scorings_of(decoder, sizes.capacity),
         sinks=sizes.sinks,

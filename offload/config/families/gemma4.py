@@ -1,6 +1,7 @@
 """Gemma 4 (Google): norms before and after each part and of queries, keys and values, a factor on each layer's rows;
 five layers of six have a window, the others larger heads whose values may be the keys. Sparse models have experts
-beside the feed-forward network, with norms of their own, and a router with its own norm."""
+beside the feed-forward network, with norms of their own, and a router with its own norm. In small models the last
+layers share keys and values of earlier ones, and each layer has an input from a table."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from offload.config.families.common import Defaults, Family, epsilon, sizes
 from offload.config.families.experts import read_experts, with_experts
 from offload.config.families.gemma2 import SANDWICH, sandwiched
 from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
+from offload.config.layer_table import LayerTable
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
@@ -23,6 +25,8 @@ _ROPES = {
     FULL: {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
 _CAP, _SAME, _HEADS = "final_logit_softcapping", "attention_k_eq_v", "per_layer_config"
+_SHARED, _WIDE = "num_kv_shared_layers", "use_double_wide_mlp"
+_INPUT, _INPUT_SIZE, _TOKENS = "hidden_size_per_layer_input", 256, "vocab_size_per_layer_input"
 _KEYS = ("head_dim", "num_key_value_heads")  # fields that a layer may override
 _SPARSE, _EXPERTS = "enable_moe_block", ("num_experts", "top_k_experts", "moe_intermediate_size")
 _NAMES = ExpertNames("router.proj", "experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
@@ -33,9 +37,41 @@ _SPARSE_NAMES = replace(
 
 
 def describe(source: Fields) -> ModelConfig:
-    """The model of a config. Features of small models are refused: per-layer embeddings, shared keys."""
-    config = _describe(source, "gemma4_text", window=512, max_positions=131072, layer_embeddings=256)
-    return _with_experts(source, config) if source.flag(_SPARSE, False) else config
+    """The model of a config. Layers of small models share caches, and have inputs of their own."""
+    config = _describe(source, "gemma4_text", window=512, max_positions=131072)
+    config = _with_experts(source, config) if source.flag(_SPARSE, False) else config
+    return _with_inputs(source, _with_shared_caches(source, config))
+
+
+def _with_inputs(source: Fields, config: ModelConfig) -> ModelConfig:
+    """`config` with inputs of all layers from a table, unless they have none."""
+    if source.data.get(_INPUT, _INPUT_SIZE) == 0:
+        return config
+    size, norm = source.integer(_INPUT, 1 << 16, default=_INPUT_SIZE), config.norm
+    if source.integer(_TOKENS, 1 << 24, default=_SIZES["vocab_size"]) != config.vocab_size:
+        source.refuse(_TOKENS, f"vocab_size, {config.vocab_size}")
+    config = config.mapped(lambda block: replace(block, input_size=size, after_input=norm))
+    return replace(config, layer_table=LayerTable(size, norm))
+
+
+def _with_shared_caches(source: Fields, config: ModelConfig) -> ModelConfig:
+    """`config` whose last layers share the keys and values of earlier ones. Their feed-forward networks may be twice as
+    wide."""
+    if source.data.get(_SHARED, 0) == 0:
+        return config
+    first = config.num_layers - source.integer(_SHARED, config.num_layers - 1)
+    kinds = [block.attention.window for block in config.blocks]
+    if {*kinds[first:]} - {*kinds[:first]}:
+        source.refuse(_SHARED, "layers behind one of each of their types")
+    width = 2 if source.flag(_WIDE, False) else 1
+
+    def shared(block: Block) -> Block:
+        inner = replace(block.feed_forward, size=width * block.feed_forward.size)
+        return replace(block, mixer=replace(block.attention, shares=True), feed_forward=inner)
+
+    blocks = config.blocks[:first] + tuple(map(shared, config.blocks[first:]))
+    unused = tuple(f"layers.{layer}.self_attn.[kv]_*" for layer in range(first, config.num_layers))
+    return replace(config, blocks=blocks, names=replace(config.names, unused=unused))
 
 
 def _with_experts(source: Fields, config: ModelConfig) -> ModelConfig:
@@ -49,13 +85,13 @@ def _with_experts(source: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def describe_unified(source: Fields) -> ModelConfig:
-    return _describe(source, "gemma4_unified_text", window=1024, max_positions=262144, layer_embeddings=0)
-
-
-def _describe(source: Fields, family: str, *, window: int, max_positions: int, layer_embeddings: int) -> ModelConfig:
-    for key, default in (("hidden_size_per_layer_input", layer_embeddings), ("num_kv_shared_layers", 0)):
-        if source.data.get(key, default):
+    for key in (_INPUT, _SHARED):
+        if source.data.get(key):
             source.refuse(key, "0: it changes the arithmetic, and this program does not implement it")
+    return _describe(source, "gemma4_unified_text", window=1024, max_positions=262144)
+
+
+def _describe(source: Fields, family: str, *, window: int, max_positions: int) -> ModelConfig:
     defaults = Defaults(max_positions=max_positions, kv_heads=4, head_dim=256, derives_head_dim=False, tied=True)
     ropes = source.data.get("rope_parameters") or _ROPES
     if isinstance(ropes, Mapping) and not {*_ROPES} <= ropes.keys():
@@ -128,9 +164,8 @@ def _heads_by_layer(source: Fields, config: ModelConfig, layers: set[int]) -> tu
 
 _READS = frozenset((_CAP, _SAME, _HEADS, "global_head_dim", "num_global_key_value_heads", "hidden_act"))
 _SIZES = sizes(262144, 2304, 9216, 30, 8)
-_REFUSES = "E2B, E4B (embeddings of each layer)"
-_ABOUT = "Gemma 4 31B, 26B-A4B; text of `gemma4`"
+_ABOUT = "Gemma 4 E2B, E4B, 26B-A4B, 31B; text of `gemma4`"
 FAMILIES = (
-    Family("gemma4_text", _ABOUT, describe, _READS | {_SPARSE, *_EXPERTS}, _REFUSES, _SIZES),
+    Family("gemma4_text", _ABOUT, describe, _READS | {_SPARSE, *_EXPERTS, _SHARED, _WIDE, _INPUT, _TOKENS}, "", _SIZES),
     Family("gemma4_unified_text", "Gemma 4 12B; text of `gemma4_unified`", describe_unified, _READS, "", _SIZES),
 )

@@ -11,7 +11,7 @@ WRAPPERS = (
     Wrapper("llava", "LLaVA 1.5, Pixtral 12B", "llama", _LLAVA),
     Wrapper("llava_next", "LLaVA 1.6, Granite Vision", "llama", _LLAVA),
     Wrapper("gemma3", "Gemma 3, 4B and larger", "gemma3_text", _LLAVA),
-    Wrapper("gemma4", "Gemma 4 31B, 26B-A4B", "gemma4_text", _LLAVA),
+    Wrapper("gemma4", "Gemma 4 E2B, E4B, 26B-A4B, 31B", "gemma4_text", _LLAVA),
     Wrapper("gemma4_unified", "Gemma 4 12B", "gemma4_unified_text", _LLAVA),
     Wrapper("muse_glimmer", "Muse Glimmer 30B", "muse_glimmer_text", _LLAVA),
     Wrapper("qwen3_5", "Qwen 3.5 to 3.8, dense", "qwen3_5_text", _LLAVA),

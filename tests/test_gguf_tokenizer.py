@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from offload.errors import ModelError
 from offload.text import gguf_tokenizer
+from offload.text.gguf_cuts import CUTS
 from offload.text.tokenizer import Detokenizer, Tokenizer
 
 TEXT = "It'S 12345 Ab9 x.\n\n  y"
@@ -32,11 +33,15 @@ PIECES = {
     "tiny_aya": ["It'S", "Ġ", "12", "345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "deepseek-v3": ["It", "'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "deepseek-coder": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "Ċ", "Ċ", "Ġ", "Ġy"],
+    "deepseek-llm": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "Ċ", "Ċ", "Ġ", "Ġy"],
+    "afmoe": ["It", "'S", "Ġ", "12", "345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
+    "laguna": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊ", "Ġ", "Ġy"],
+    "exaone-moe": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".Ċ", "Ċ", "Ġ", "Ġy"],
 }
 ALIKE = [("refact", "smollm"), ("starcoder", "smollm"), ("command-r", "smollm"), ("exaone", "smollm"),
          ("olmo", "gpt-2"), ("a.x-4.0", "gpt-2"), ("deepseek-r1-qwen", "qwen2"),
-         ("smaug-bpe", "llama-bpe")]  # fmt: skip
-UNKNOWN = ["falcon", "deepseek-llm", "bloom", "viking", "superbpe", "an unheard-of one", "default", None]
+         ("smaug-bpe", "llama-bpe"), ("cohere2moe", "tiny_aya")]  # fmt: skip
+UNKNOWN = ["falcon", "bloom", "viking", "superbpe", "an unheard-of one", "default", None]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<\uff5cbegin\uff5c>", "<|end|>", "<tool>"]
 
@@ -58,7 +63,7 @@ def made(pre: str | None, **more: object) -> Tokenizer:
 
 @pytest.mark.parametrize("pre", PIECES)
 def test_text_is_cut_as_the_name_says(pre: str) -> None:
-    assert [piece for piece, _ in gguf_tokenizer.CUTS[pre]().pre_tokenize_str(TEXT)] == PIECES[pre]
+    assert [piece for piece, _ in CUTS[pre]().pre_tokenize_str(TEXT)] == PIECES[pre]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,7 @@ def test_text_is_cut_as_the_name_says(pre: str) -> None:
 def test_marks_are_of_their_letters_in_qwen_3_5_and_not_in_qwen_2(pre: str, pieces: list[str]) -> None:
     """As transformers' tokenizer of that model has it."""
     text = "काम हिन्दी.x"
-    found = [text[slice(*place)] for _, place in gguf_tokenizer.CUTS[pre]().pre_tokenize_str(text)]
+    found = [text[slice(*place)] for _, place in CUTS[pre]().pre_tokenize_str(text)]
     assert found == pieces
 
 
@@ -77,12 +82,35 @@ def test_the_cuts_of_qwen_3_5_are_those_of_transformers() -> None:
     letters = "aZé\u0301\u0915\u093f\u094d7\u0661 \t\r\n'sS.,!\u3042\u4e2d\U0001f600\u200d_"
     for _ in range(300):
         text = "".join(random.choices(letters, k=random.randint(1, 30)))
-        assert gguf_tokenizer.CUTS["qwen35"]().pre_tokenize_str(text) == cuts.pre_tokenize_str(text)
+        assert CUTS["qwen35"]().pre_tokenize_str(text) == cuts.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("afmoe", "a1234567½ ١٢٣٤", ["a", "1", "234", "567", "½", " ", "١", "٢٣٤"]),
+        ("afmoe", "中文ไทย한국어かな", ["中文", "ไทย", "한국어", "かな"]),
+        ("tiny_aya", "1234567, 1234ab", ["1", "234", "567", ",", " ", "123", "4", "ab"]),
+        ("laguna", "f(x):\r\n\n  y\rz\n", ["f", "(x", "):", "\r\n\n", " ", " y", "\r", "z", "\n"]),
+        ("exaone-moe", "한국 어는 두  말, ok.\n\n", ["한국 어는 두", " ", " 말", ",", " ok", ".\n", "\n"]),
+        ("deepseek-llm", "Ab ბა中文 ǅ\u01bb，x\t\t", ["Ab", " ", "ბა中文", " ǅ", "\u01bb", "，", "x", "\t\t"]),
+        ("deepseek-llm", "12½ 3", ["1", "2", "½", " ", "3"]),
+    ],
+)
+def test_text_of_other_scripts_is_cut_as_the_name_says(pre: str, text: str, pieces: list[str]) -> None:
+    """Where llama.cpp's list differs, as the models' own tokenizer.json says: of Trinity, decimal digits alone are by
+    threes, and scripts are apart; of Laguna, lines may end in two characters."""
+    assert [text[slice(*place)] for _, place in CUTS[pre]().pre_tokenize_str(text)] == pieces
+
+
+def test_a_number_of_any_length_is_cut_from_its_end() -> None:
+    text = "12" + "345" * 1000
+    assert [text[slice(*place)] for _, place in CUTS["afmoe"]().pre_tokenize_str(text)] == ["12", *["345"] * 1000]
 
 
 @pytest.mark.parametrize(("name", "like"), ALIKE)
 def test_several_names_stand_for_the_same_cuts(name: str, like: str) -> None:
-    assert [piece for piece, _ in gguf_tokenizer.CUTS[name]().pre_tokenize_str(TEXT)] == PIECES[like]
+    assert [piece for piece, _ in CUTS[name]().pre_tokenize_str(TEXT)] == PIECES[like]
 
 
 @pytest.mark.parametrize("pre", UNKNOWN)

@@ -3,11 +3,16 @@ text."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
+from unicodedata import normalize
 
 import numpy as np
 import psutil
@@ -15,6 +20,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
 from kit.fake_peers import fake_environment
@@ -34,6 +43,8 @@ from kit.models import (
 from offload.engine.request import GenerationRequest
 from offload.errors import DoesNotFit, ModelError, TriforceError, UsageError
 from offload.speed.rates import FOLDER_VARIABLE
+from offload.text import gguf_tokenizer
+from offload.text.gguf_cuts import CUTS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
@@ -81,6 +92,30 @@ NEXT: dict[str, object] = {
     **WIDE, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
+TOKENIZED = """
+import json, os, sys, urllib.request, xllamacpp
+asked = json.load(sys.stdin)
+params = xllamacpp.CommonParams()
+params.model.path, params.n_gpu_layers, params.n_ctx, params.verbosity, params.warmup = asked["model"], 0, 64, 1, False
+server = xllamacpp.Server(params)
+def ids(text):
+    body = json.dumps({"content": text, "add_special": False}).encode()
+    request = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["tokens"]
+print(json.dumps([ids(text) for text in asked["texts"]]), flush=True)
+os._exit(0)  # its server does not end
+"""
+UNCASED, DIGITS, NUMBER = "\u0301\u0915\u093f\u094d\u3042\u4e2d\ud55c\u0e01", "7\u0661\u00bd", "x12345."
+LETTERS = (*f"aZ\u00e9{UNCASED}{DIGITS} \t\r\n'sS.,!/_\U0001f600\u200d", NUMBER, "'ll")
+# Where llama.cpp cuts otherwise than the models' own tokenizer.json: letters left out.
+UNLIKE: dict[str, tuple[str, ...]] = {
+    "afmoe": (*DIGITS, *"\ud55c\u0e01\u200d"),  # digits after spaces and formats, scripts side by side
+    "cohere2moe": (*UNCASED, *DIGITS, *"ZS"),  # digits after spaces and before letters, cases
+    "deepseek-llm": (*DIGITS, NUMBER),  # digits are one each
+    "laguna": ("\r",),  # lines that end in two characters
+    "minimax-m2": (*UNCASED,),
+    "tekken": (*UNCASED,),
+}
 REAL = "TRIFORCE_TEST_LLAMA_CPP"  # the folder of an environment that has xllamacpp
 
 
@@ -322,6 +357,26 @@ class TestWheel:
         folder = save_tiny(name, tmp_path / "model", tokenizer=True, **SEEING[name])
         assert_same_text(environment, folder, 150)
 
+    @pytest.mark.parametrize("pre", sorted({make: name for name, make in CUTS.items()}.values()))  # one of each kind
+    def test_llama_cpp_has_the_ids_that_we_have(self, tmp_path, pre):
+        """Of 200 texts, with merges across all kinds of characters, which tell cuts apart."""
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        random, letters = Random(pre), [each for each in LETTERS if each not in UNLIKE.get(pre, ())]
+        texts = [normalize("NFC", "".join(random.choices(letters, k=random.randint(1, 30)))) for _ in range(200)]
+        trained = merged_across(texts)
+        folder = save(random_model("llama-gqa", vocab_size=len(trained.get_vocab()) + 2), tmp_path / "model")
+        file, change = tmp_path / "model.gguf", partial(add_vocabulary, trained, pre)
+        write_converted(folder, file, tokenizer="", change=change)
+        _, pipeline = gguf_tokenizer.load(file)
+        asked = subprocess.run(
+            [python_of(Path(environment)), "-c", TOKENIZED], input=json.dumps({"model": str(file), "texts": texts}),
+            text=True, stdout=subprocess.PIPE, check=True,
+        )  # fmt: skip
+        theirs = json.loads(asked.stdout.splitlines()[-1])
+        for text, ids in zip(texts, theirs, strict=True):
+            assert (text, pipeline.encode(text, add_special_tokens=False).ids) == (text, ids)
+
     @pytest.mark.parametrize("joins_states", [False, True])
     @pytest.mark.parametrize("length", [3, 150])
     def test_llama_cpp_writes_what_we_write_of_qwen3_next(self, tmp_path, length, joins_states):
@@ -353,6 +408,26 @@ def assert_same_text(environment: str, folder: Path, length: int, **form: bool) 
     with open_llama_cpp(python, file, SETTING | {"cache": "f32"}, context=200) as llama_cpp:
         theirs, _ = llama_cpp.generate(prompt, GREEDY, max_tokens=40, end_tokens=[TOKENIZER_SIZE - 1])
     assert theirs == ours
+
+
+def merged_across(texts: Sequence[str]) -> RawTokenizer:
+    """A byte-level tokenizer whose merges are of these texts, uncut."""
+    found = RawTokenizer(BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    found.train_from_iterator(texts, BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False))
+    return found
+
+
+def add_vocabulary(trained: RawTokenizer, pre: str, writer: GGUFWriter) -> None:
+    vocabulary = trained.get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*sorted(vocabulary, key=vocabulary.__getitem__), "<s>", "</s>"])
+    writer.add_token_types([1] * len(vocabulary) + [3, 3])
+    writer.add_token_merges([" ".join(merge) for merge in json.loads(trained.to_str())["model"]["merges"]])
+    writer.add_bos_token_id(len(vocabulary))
+    writer.add_eos_token_id(len(vocabulary) + 1)
 
 
 def with_ids(writer: GGUFWriter) -> None:

@@ -1,24 +1,20 @@
-"""Tokenizers of GGUF files. Of a byte-level tokenizer's pre-tokenizer, a file has only the name.
-
-The name is `tokenizer.ggml.pre`. It stands for the pre-tokenizer in the tokenizer.json of the models with that name,
-as listed in llama.cpp's llama-vocab.cpp. Unknown names are refused, since a guess would silently give other tokens.
-"""
+"""Tokenizers of GGUF files, from their metadata."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import PreTokenizer
 
 from offload.config.gguf_header import Header, Items, read_header
 from offload.config.gguf_tokens import CONTROL, NORMAL, PIECES, UNKNOWN, USER_DEFINED, end_texts, token_id
 from offload.errors import ModelError
+from offload.text.gguf_cuts import CUTS
 from offload.text.gguf_pieces import ids_of, pieces, ranked_merges
 
 BYTE_LEVEL, MERGED_PIECES = "gpt2", "gemma4"  # the `tokenizer.ggml.model` of these files
@@ -27,66 +23,6 @@ _SPECIAL = ("bos", "eos")
 _NAME = "general.name"
 _STRIPPING = ("phi-3", "phi3")  # parts of names of models whose special tokens include the white space after them
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
-_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_END}"
-_QWEN2 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_END}"
-_QWEN35 = (
-    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SEED = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_END}"
-_GPT4O = rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_END}"
-_THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # digits of a number, counted from its end
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
-
-
-def _gpt2() -> PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _digits() -> PreTokenizer:
-    """A pre-tokenizer that makes every digit its own piece."""
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _splits(*patterns: str) -> Callable[[], PreTokenizer]:
-    def make() -> PreTokenizer:
-        cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-        return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    return make
-
-
-_KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
-    (_gpt2, ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "mellum")),
-    (_gpt2, ("a.x-4.0",)),
-    (_digits, ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")),
-    (_splits(_LLAMA3), ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
-    (_splits(_LLAMA3), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
-    (_splits(_QWEN2), ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan")),
-    (_splits(_QWEN2), ("solar-open", "grok-2")),
-    (_splits(_QWEN35), ("qwen35",)),
-    (_splits(_SEED), ("seed-coder",)),
-    (_splits(_TEKKEN), ("tekken",)),
-    (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
-    (_splits(_THREES, _GPT4O), ("tiny_aya",)),
-    (_splits(*_DEEPSEEK_V3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
-    (_splits(*_DEEPSEEK_CODER), ("deepseek-coder",)),
-)  # fmt: skip
-CUTS = {name: make for make, names in _KINDS for name in names}
 # Pre-tokenizers for which words that are tokens are not merged, and texts begin with the first special token unless the
 # file says otherwise.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")

@@ -4,11 +4,12 @@ tokens are divided into launches. test_gpu_kernels.py runs this as it does gpu_i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.testing import assert_close
 
 from gpu_interpreted import normal
 from kit.interpreter import rounds_to_bf16, without_idle_work
-from offload.config.block import DeltaRule, Norm
+from offload.config.block import DeltaRule, Norm, Recurrence
 from offload.kernels import delta as by_torch
 from offload.kernels.gpu import delta as by_triton
 from offload.kernels.gpu import delta_programs
@@ -54,7 +55,7 @@ def weights_of(delta: DeltaRule) -> RecurrenceWeights:
     return RecurrenceWeights(taps, decay, 3 * normal(delta.num_heads, seed=4), norm)
 
 
-def some(delta: DeltaRule, count: int, dtype: torch.dtype, *, replayed: int = 0) -> tuple[Held, Tensor]:
+def some(delta: Recurrence, count: int, dtype: torch.dtype, *, replayed: int = 0) -> tuple[Held, Tensor]:
     """What is held, NaN beyond the replayed tokens, and new rows, which are a part of longer ones."""
     inputs = normal(delta.width - 1 + ROOM, delta.kept, seed=5, dtype=dtype)
     inputs[delta.width - 1 + replayed :] = torch.nan
@@ -161,11 +162,14 @@ def test_small_times_keep_their_digits() -> None:
 
 @dataclass
 class Tokens:
-    """A layer's tokens, whose rows are `rows`, as passes and prefills divide them."""
+    """A layer's tokens, whose rows are `rows`, as passes and prefills divide them. delta: or another recurrence. rule:
+    the function of its kind."""
 
-    delta: DeltaRule
+    delta: Any
     rows: Tensor
     held: Held
+    weights: RecurrenceWeights
+    rule: Callable[..., Tensor] = delta_rule
     place: int = 0  # of the state
     length: int = 0
 
@@ -176,7 +180,7 @@ class Tokens:
         rows = torch.cat([rows, 1 - self.rows[:rejected]])
         waiting = self.length - self.place
         replayed = Replayed(9, torch.tensor([waiting])) if graph else Replayed(waiting)
-        out = delta_rule(self.delta, weights_of(self.delta), self.held, rows, replayed, settles=settles)
+        out = self.rule(self.delta, self.weights, self.held, rows, replayed, settles=settles)
         self.place = self.length + (count if settles else 0)
         self.length += count
         return out[:count]
@@ -184,7 +188,7 @@ class Tokens:
 
 def tokens_of(delta: DeltaRule, dtype: torch.dtype) -> Tokens:
     held, rows = some(delta, 9, dtype)
-    return Tokens(delta, rows, held)
+    return Tokens(delta, rows, held, weights_of(delta))
 
 
 def outputs(found: Tokens, acts: Sequence[tuple[str, int]]) -> tuple[Tensor, Held]:

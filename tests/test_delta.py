@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def executor(request: pytest.FixtureRequest) -> RunRecurrence:
 class Scene:
     """A layer and what is held before some rows."""
 
-    rule: DeltaRule
+    rule: Any  # of whichever kind
     weights: RecurrenceWeights
     held: Held
     rows: Tensor
@@ -200,9 +201,13 @@ def settled(run: RunRecurrence, made: Scene, counts: Sequence[int]) -> tuple[Ten
 
 
 def check_bits(run: RunRecurrence, rule: DeltaRule, dtype: torch.dtype, seeds: Sequence[int]) -> None:
+    check_divided(run, scene(rule, dtype, NUM_TOKENS), seeds)
+
+
+def check_divided(run: RunRecurrence, made: Scene, seeds: Sequence[int]) -> None:
     """Passes of 1 to 64 rows of which some are accepted, as in speculation; the others are not numbers. Now and then
     all are accepted at once. One to three threads."""
-    made = scene(rule, dtype, NUM_TOKENS)
+    rule, dtype = made.rule, made.rows.dtype
     wanted, states = settled(run, made, [1] * NUM_TOKENS)
     states.insert(0, made.held.state)
     whole, last = settled(run, made, [NUM_TOKENS])
@@ -358,13 +363,18 @@ BUGS = {
 
 
 def with_a_bug(old: str, new: str) -> RunRecurrence:
-    source = Path(twin.__file__).read_text(encoding="utf-8")
+    return edited(twin, old, new).delta_rule  # type: ignore[no-any-return]
+
+
+def edited(twin: ModuleType, old: str, new: str) -> ModuleType:
+    """The module with `old`, which its source has once, replaced."""
+    source = Path(str(twin.__file__)).read_text(encoding="utf-8")
     assert source.count(old) == 1
     module = ModuleType(twin.__name__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for their annotations
         exec(compile(source.replace(old, new), "<with a bug>", "exec"), module.__dict__)
-    return module.delta_rule  # type: ignore[no-any-return]
+    return module
 
 
 @pytest.mark.few(9)

@@ -23,7 +23,7 @@ from kit.forked import pytest_in_a_fork  # noqa: E402
 from kit.processor import left_to_torch  # noqa: E402
 from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.config.block import DeltaRule  # noqa: E402
+from offload.config.block import DeltaRule, ShortConvolution  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.encodings import ENCODINGS  # noqa: E402
@@ -35,6 +35,7 @@ from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import DeviceKernels  # noqa: E402
 from offload.kernels.gpu import (  # noqa: E402
     activation,
+    convolution,
     copies,
     delta_programs,
     kv_programs,
@@ -58,7 +59,18 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 CAPABILITIES = [89, 90]
 SHARED_BYTES = 99 * 2**10  # that a program may have on compute capability 8.9
 SCRATCH = ("partials", "sums", "earlier_partials", "earlier_sums", "running", "tops", "totals")
-INTERPRETED = ["gpu", "delta", "prefill", "codes", "stored", "experts", "kv_codes", "kv_residuals", "packed"]
+INTERPRETED = [
+    "gpu",
+    "delta",
+    "convolution",
+    "prefill",
+    "codes",
+    "stored",
+    "experts",
+    "kv_codes",
+    "kv_residuals",
+    "packed",
+]
 ENGINES = [
     "quantised",
     "graphs",
@@ -385,6 +397,19 @@ def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype:
     assert found.registers <= 96
     assert found.shared_bytes == 0
     assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("own", [ShortConvolution(2048), ShortConvolution(2048, 7, taps_bias=True)], ids=["3", "7"])
+def test_a_convolutions_sums_stay_in_registers(capability: int, dtype: str, own: ShortConvolution) -> None:
+    pointers = dict.fromkeys(("held", "rows", "out"), f"*{dtype}") | dict.fromkeys(("taps", "bias"), "*fp32")
+    pointers["there"] = "*i64"
+    found = compiled(convolution.convolve, capability, pointers, convolution.constants(own), fuses=False)
+    assert found.spilled_bytes == 0
+    assert found.registers <= 128
+    assert found.shared_bytes <= 2**12
 
 
 MERGED = dict.fromkeys(("partials", "sums", "running", "tops", "totals", "logs", "sink_logits"), "*fp32")

@@ -33,12 +33,12 @@ from kit.models import (
     tiny_plan,
 )
 from kit.processor import OPERATORS, best, of
-from offload.config.block import DeltaRule, Norm
+from offload.config.block import DeltaRule, Norm, Recurrence, ShortConvolution
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
-from offload.kernels import delta as kernel
+from offload.kernels import convolution, delta
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import checkpoints, layer_states, states
@@ -57,6 +57,7 @@ from offload.transfer.memory import Memory
 from test_parity import assert_same_logits, in_prefill
 
 DELTA = DeltaRule(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
+MIXERS: dict[str, Recurrence] = {"delta": DELTA, "convolution": ShortConvolution(6, 4)}
 LAYERS, ROWS, BLOCK, LONGEST = 2, 5, 3, 48
 TOKENS = range(64)
 SIZES = Sizes(capacity=45, rows=4, prefill_block=7, page=8, pages=2)
@@ -64,11 +65,13 @@ SIZES_LONG = Sizes(capacity=600, rows=4, prefill_block=512, page=64, pages=4)
 
 
 @functools.cache
-def weights(layer: int) -> RecurrenceWeights:
+def weights(layer: int, mixer: Recurrence) -> RecurrenceWeights:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     generator = torch.Generator().manual_seed(layer)
+    if isinstance(mixer, ShortConvolution):
+        return RecurrenceWeights(some(mixer.width, mixer.channels))
     norm = NormWeights(DELTA.norm, 1 + 0.2 * some(DELTA.value_dim))
     return RecurrenceWeights(
         some(DELTA.width, DELTA.channels), -some(DELTA.num_heads).exp(), some(DELTA.num_heads), norm
@@ -76,10 +79,10 @@ def weights(layer: int) -> RecurrenceWeights:
 
 
 @functools.cache
-def rows(layer: int, seed: int = 0) -> Tensor:
+def rows(layer: int, seed: int, mixer: Recurrence) -> Tensor:
     """The projected rows of the tokens, by place. seed: others than 0 are wrong ones."""
     generator = torch.Generator().manual_seed(100 + 10 * seed + layer)
-    return torch.randn(len(TOKENS), sum(DELTA.parts), generator=generator)
+    return torch.randn(len(TOKENS), sum(mixer.parts), generator=generator)
 
 
 @dataclass
@@ -89,43 +92,46 @@ class Modules:
     states: Any = states
     layer_states: Any = layer_states
     checkpoints: Any = checkpoints
-    run: Callable[..., Tensor] | None = None  # in place of the kernels' delta rule
+    mixer: Recurrence = DELTA
+    run: Callable[..., Tensor] | None = None  # in place of the kernels' function of this mixer
 
     def cache(self, operators: str, most: int = 3) -> StateCache:
         kept = self.checkpoints.Checkpoints(
-            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=most
+            Memory(torch.device("cpu")), self.mixer, num_layers=LAYERS, dtype=torch.float32, most=most
         )
         made: StateCache = self.states.StateCache(self.layers(operators), kept, weights=lambda: ())
         return made
 
     def layers(self, operators: str) -> LayerStates:
         found: LayerStates = self.layer_states.LayerStates(
-            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, rows=ROWS, dtype=torch.float32, kernels=of(operators)
+            Memory(torch.device("cpu")),
+            self.mixer,
+            num_layers=LAYERS,
+            rows=ROWS,
+            dtype=torch.float32,
+            kernels=of(operators),
         )
         if self.run is not None:
             found._run = self.run
         return found
 
 
-REAL = Modules()
-
-
 @functools.cache
-def alone(operators: str, tokens: tuple[int, ...]) -> list[Tensor]:
+def alone(operators: str, tokens: tuple[int, ...], mixer: Recurrence) -> list[Tensor]:
     """Of each layer the output of each token, run by itself: [n, out_size]. tokens: the seed of each one's rows."""
-    cache, out = REAL.cache(operators), [list[Tensor]() for _ in range(LAYERS)]
+    cache, out = Modules(mixer=mixer).cache(operators), [list[Tensor]() for _ in range(LAYERS)]
     for place, seed in enumerate(tokens):
         cache.begin("decode", 1)
         for layer, found in enumerate(out):
-            found.append(cache.recur(layer, rows(layer, seed)[place : place + 1], weights(layer)))
+            found.append(cache.recur(layer, rows(layer, seed, mixer)[place : place + 1], weights(layer, mixer)))
         cache.advance(1)
-    return [torch.cat([rows(0)[:0, : DELTA.out_size], *found]) for found in out]
+    return [torch.cat([torch.empty(0, mixer.out_size), *found]) for found in out]
 
 
 class Script:
     """A cache of states beside what each of its tokens gives by itself."""
 
-    def __init__(self, operators: str, modules: Modules = REAL) -> None:
+    def __init__(self, operators: str, modules: Modules) -> None:
         self.operators, self.modules = operators, modules
         self.cache = modules.cache(operators)
         self.drafts: DraftStates = modules.states.DraftStates(modules.layers(operators), self.cache)
@@ -137,6 +143,12 @@ class Script:
     def length(self) -> int:
         return self.cache.length
 
+    def rows(self, layer: int, seed: int = 0) -> Tensor:
+        return rows(layer, seed, self.modules.mixer)
+
+    def weights(self, layer: int) -> RecurrenceWeights:
+        return weights(layer, self.modules.mixer)
+
     def do(self, act: str) -> None:
         getattr(self, f"_{act.split()[0]}")(*map(int, act.split()[1:]))
         assert self.cache.layers.place <= self.length or not self.cache.layers.place
@@ -146,8 +158,10 @@ class Script:
         start = self.length
         self.cache.begin("decode", count)
         for layer in range(LAYERS):
-            some = torch.cat([rows(layer, self.seed)[start : start + accepted], rows(layer, 1)[: count - accepted]])
-            self._compare(layer, start, self.cache.recur(layer, some, weights(layer))[:accepted])
+            some = torch.cat(
+                [self.rows(layer, self.seed)[start : start + accepted], self.rows(layer, 1)[: count - accepted]]
+            )
+            self._compare(layer, start, self.cache.recur(layer, some, self.weights(layer))[:accepted])
         self.cache.advance(count)
         self.cache.truncate(start + accepted)
         self.tokens += [self.seed] * accepted
@@ -158,8 +172,8 @@ class Script:
         self.cache.begin("prefill", count)
         for layer in range(LAYERS):
             for first in range(start, start + count, BLOCK):
-                some = rows(layer, self.seed)[first : min(first + BLOCK, start + count)]
-                self._compare(layer, first, self.cache.recur(layer, some, weights(layer)))
+                some = self.rows(layer, self.seed)[first : min(first + BLOCK, start + count)]
+                self._compare(layer, first, self.cache.recur(layer, some, self.weights(layer)))
         self.cache.advance(count)
         self.tokens += [self.seed] * count
 
@@ -167,7 +181,7 @@ class Script:
         """A pass that is broken off after its first layer."""
         start = self.length
         self.cache.begin("decode", count)
-        self.cache.recur(0, rows(0, 2)[:count], weights(0))
+        self.cache.recur(0, self.rows(0, 2)[:count], self.weights(0))
         self.cache.truncate(start)
         assert self.length == start
 
@@ -178,7 +192,7 @@ class Script:
     def _unfinished(self, count: int, back: int = 0) -> None:
         """A prefill that is broken off within its first layer, and so many tokens before it are cut off, too."""
         self.cache.begin("prefill", count)
-        self.cache.recur(0, rows(0, 2)[:count], weights(0))
+        self.cache.recur(0, self.rows(0, 2)[:count], self.weights(0))
         before = self.length
         self._cut(before - back)
         assert back or not self.cache.most or self.length == before
@@ -200,7 +214,7 @@ class Script:
             self.drafts.begin("decode", 1, place)
             for layer in range(LAYERS):
                 seed = self.seed if place == self.length else 4  # of the pending token, and of drafts that are wrong
-                out = self.drafts.recur(layer, rows(layer, seed)[place : place + 1], weights(layer))
+                out = self.drafts.recur(layer, self.rows(layer, seed)[place : place + 1], self.weights(layer))
                 if place == start and not lag:
                     self._compare(layer, place, out)
             self.drafts.advance(1)
@@ -210,12 +224,12 @@ class Script:
         other, count = self.modules.cache(self.operators), self.cache.reachable(max(self.length - back, 0))
         other.begin("decode", 2)  # it had a sequence of its own
         for layer in range(LAYERS):
-            other.recur(layer, rows(layer, 3)[:2], weights(layer))
+            other.recur(layer, self.rows(layer, 3)[:2], self.weights(layer))
         other.advance(2)
         other.copy_from(self.cache, count)
         self.cache.begin("prefill", 4)
         for layer in range(LAYERS):
-            self.cache.recur(layer, rows(layer, 2)[:4], weights(layer))
+            self.cache.recur(layer, self.rows(layer, 2)[:4], self.weights(layer))
         self.cache.advance(4)
         self.cache = other
         del self.tokens[count:]
@@ -225,7 +239,7 @@ class Script:
     def _compare(self, layer: int, start: int, out: Tensor) -> None:
         known = self.tokens[:start]
         tokens = *known, *[self.seed] * (start + len(out) - len(known))
-        expected = alone(self.operators, tokens)[layer][start:]
+        expected = alone(self.operators, tokens, self.modules.mixer)[layer][start:]
         self.is_right = self.is_right and torch.equal(out, expected)
 
 
@@ -259,27 +273,30 @@ def follow(script: Script, acts: Sequence[str]) -> bool:
     return script.is_right
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("operators", OPERATORS)
 def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(
-    operators: str, pytestconfig: pytest.Config
+    operators: str, mixer: str, pytestconfig: pytest.Config
 ) -> None:
     """By torch's operators, which take six times as long, a fifth of them: each act first, and each second."""
     step = 5 if operators == "torch" and not pytestconfig.getoption("deep") else 1
     scripts = itertools.chain(LONGER, itertools.islice(every_script(2), 0, None, step))
-    assert all(follow(Script(operators), acts) for acts in scripts)
+    assert all(follow(Script(operators, Modules(mixer=MIXERS[mixer])), acts) for acts in scripts)
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("operators", OPERATORS)
-def test_every_script_of_three_acts_does(operators: str) -> None:
-    assert all(follow(Script(operators), acts) for acts in every_script(3))
+def test_every_script_of_three_acts_does(operators: str, mixer: str) -> None:
+    assert all(follow(Script(operators, Modules(mixer=MIXERS[mixer])), acts) for acts in every_script(3))
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.few(2)
-def test_so_does_any_longer_script(operators: str, seed: int) -> None:
-    draw, script = random.Random(seed), Script(operators)
+@pytest.mark.few(4)
+def test_so_does_any_longer_script(operators: str, mixer: str, seed: int) -> None:
+    draw, script = random.Random(seed), Script(operators, Modules(mixer=MIXERS[mixer]))
     for _ in range(40):
         script.do(draw.choice(ACTS) if script.length < LONGEST else "undo 20")
     assert script.is_right
@@ -410,6 +427,26 @@ MUTANTS = [
         "held.state if settles else held.state.clone()",
         "held.state",
     ),
+    Mutant(
+        "a convolution's inputs are off by one",
+        "convolution",
+        "held.inputs[count : before + count], b",
+        "held.inputs[max(count - 1, 0) : before + max(count - 1, 0)], b",
+    ),
+    Mutant("a convolution begins where the last pass did", "convolution", "[count : before + count]", "[:before]"),
+    Mutant(
+        "a convolution holds the last rows alone",
+        "convolution",
+        "inputs[-before:] if settles else inputs",
+        "inputs[-before:]",
+    ),
+    Mutant("a convolution holds no new rows", "convolution", "held.inputs[: len(kept)] = kept", "pass"),
+    Mutant(
+        "a convolution's last tap is of the row before",
+        "convolution",
+        "inputs[tap : tap +",
+        "inputs[min(tap, before - 1) : min(tap, before - 1) +",
+    ),
 ]
 
 
@@ -430,7 +467,8 @@ def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
 
 def edited(mutant: Mutant) -> Modules:
     """The modules with the fault. The source has its text once."""
-    found = {"checkpoints": checkpoints, "layer_states": layer_states, "states": states, "delta": kernel}
+    kernels = {"delta": delta, "convolution": convolution}
+    found = {"checkpoints": checkpoints, "layer_states": layer_states, "states": states, **kernels}
     made: dict[str, ModuleType] = {}
     with patch.dict(sys.modules):
         for name, module in found.items():
@@ -440,8 +478,9 @@ def edited(mutant: Mutant) -> Modules:
                 source = source.replace(mutant.old, mutant.new)
             sys.modules[module.__name__] = made[name] = ModuleType(module.__name__)
             exec(compile(source, f"<edited {name}>", "exec"), made[name].__dict__)
-    run = made["delta"].delta_rule if mutant.module == "delta" else None
-    return Modules(made["states"], made["layer_states"], made["checkpoints"], run)
+    runs = {"delta": made["delta"].delta_rule, "convolution": made["convolution"].short_convolution}
+    mixer = MIXERS.get(mutant.module, DELTA)
+    return Modules(made["states"], made["layer_states"], made["checkpoints"], mixer, runs.get(mutant.module))
 
 
 # Which places are kept.
@@ -508,10 +547,10 @@ def test_sequences_share_the_bytes_of_checkpoints(folder: Path, monkeypatch: pyt
 # Whole models.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_5", "lfm2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"vocab_size": 264, "max_position_embeddings": 1024}
-    return save_tiny("qwen3_5", tmp_path_factory.mktemp("states"), tokenizer=True, **options)
+    return save_tiny(request.param, tmp_path_factory.mktemp("states"), tokenizer=True, **options)
 
 
 @pytest.fixture(params=OPERATORS)

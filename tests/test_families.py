@@ -34,7 +34,18 @@ from kit.models import (
 )
 from kit.processor import OPERATORS, of
 from kit.quantised import engine_of
-from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, Experts, FeedForward, Mixer, Norm
+from offload.config.block import (
+    BLOCK_NORMS,
+    Attention,
+    Block,
+    DeltaRule,
+    Experts,
+    FeedForward,
+    Mamba2,
+    Mixer,
+    NoMixer,
+    Norm,
+)
 from offload.config.config_json import config_of
 from offload.config.families import FAMILIES, WRAPPERS
 from offload.config.model import ModelConfig
@@ -55,6 +66,7 @@ IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
 MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
+STATEFUL = ("nemotron_h", "granitemoehybrid")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -417,7 +429,17 @@ def _attention(**changes: Callable[[Attention], object]) -> Change:
 def _delta(**changes: Callable[[DeltaRule], object]) -> Change:
     def changed(block: Block) -> Mixer:
         own = block.mixer
-        if isinstance(own, Attention):
+        if not isinstance(own, DeltaRule):
+            return own
+        return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
+
+    return _block(mixer=changed)
+
+
+def _mamba(**changes: Callable[[Mamba2], object]) -> Change:
+    def changed(block: Block) -> Mixer:
+        own = block.mixer
+        if not isinstance(own, Mamba2):
             return own
         return replace(own, **{name: change(own) for name, change in changes.items()})  # type: ignore[arg-type]
 
@@ -490,6 +512,14 @@ FLAGS: dict[str, Change] = {
     "delta.steps": _delta(steps=lambda own: 2 * own.steps),
     "delta.tiled": _delta(tiled=lambda own: 1 if own.tiled is None else None),
     "delta.eps": _delta(eps=lambda own: 0.5),
+    "mamba.taps_bias": _mamba(taps_bias=lambda own: not own.taps_bias),
+    "mamba.bias": _mamba(bias=lambda own: not own.bias),
+    "mamba.norm": _mamba(norm=lambda own: None),
+    "mamba.eps": _mamba(norm=lambda own: own.norm and replace(own.norm, eps=30.0)),
+    "mamba.groups": _mamba(num_key_heads=lambda own: 1 if own.num_key_heads > 1 else 2),
+    "a network in each layer": _block(
+        feed_forward=lambda block: block.feed_forward if block.has_network else replace(block.feed_forward, size=48)
+    ),
     "embedding_norm": lambda config: replace(config, embedding_norm=None if config.embedding_norm else Norm()),
     "a window that is longer by one": _attention(window=lambda own: own.window and own.window + 1),
     "attention.bias": _attention(bias=lambda own: not own.bias),
@@ -580,6 +610,8 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
         config.experts and config.experts.renormalised and config.experts.scoring == "sigmoid"
     ):
         return config.experts is not None and config.experts.needs_softmax
+    if flag == "side_by_side" and any(isinstance(each.mixer, NoMixer) for each in config.blocks):
+        return False
     if flag == "averaged":
         sums = [each for each in config.blocks if each.experts and each.feed_forward.size]
         return any(not (each.joins_normed or each.after_feed_forward) for each in sums)
@@ -666,7 +698,9 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
-@pytest.mark.parametrize("name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *STATEFUL, *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES]
+)
 def test_forty_tokens_after_prompts_about_a_block_are_those_of_transformers(
     pairs: Callable[[str], Pair], name: str, length: int
 ) -> None:

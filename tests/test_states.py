@@ -33,12 +33,13 @@ from kit.models import (
     tiny_plan,
 )
 from kit.processor import OPERATORS, best, of
-from offload.config.block import DeltaRule, Norm
+from offload.config.block import DeltaRule, Mamba2, Norm
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.kernels import delta as kernel
+from offload.kernels import mamba as mamba_kernel
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import checkpoints, layer_states, states
@@ -57,6 +58,7 @@ from offload.transfer.memory import Memory
 from test_parity import assert_same_logits, in_prefill
 
 DELTA = DeltaRule(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
+MAMBA = Mamba2(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
 LAYERS, ROWS, BLOCK, LONGEST = 2, 5, 3, 48
 TOKENS = range(64)
 SIZES = Sizes(capacity=45, rows=4, prefill_block=7, page=8, pages=2)
@@ -64,22 +66,23 @@ SIZES_LONG = Sizes(capacity=600, rows=4, prefill_block=512, page=64, pages=4)
 
 
 @functools.cache
-def weights(layer: int) -> RecurrenceWeights:
+def weights(layer: int, rule: DeltaRule | Mamba2 = DELTA) -> RecurrenceWeights:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     generator = torch.Generator().manual_seed(layer)
-    norm = NormWeights(DELTA.norm, 1 + 0.2 * some(DELTA.value_dim))
-    return RecurrenceWeights(
-        some(DELTA.width, DELTA.channels), -some(DELTA.num_heads).exp(), some(DELTA.num_heads), norm
-    )
+    assert rule.norm is not None
+    norm = NormWeights(rule.norm, 1 + 0.2 * some(rule.norm_size))
+    vectors = some(rule.width, rule.channels), -some(rule.num_heads).exp(), some(rule.num_heads)
+    of_mamba = (some(rule.channels), some(rule.num_heads)) if isinstance(rule, Mamba2) else ()
+    return RecurrenceWeights(*vectors, norm, *of_mamba)
 
 
 @functools.cache
-def rows(layer: int, seed: int = 0) -> Tensor:
+def rows(layer: int, seed: int = 0, rule: DeltaRule | Mamba2 = DELTA) -> Tensor:
     """The projected rows of the tokens, by place. seed: others than 0 are wrong ones."""
     generator = torch.Generator().manual_seed(100 + 10 * seed + layer)
-    return torch.randn(len(TOKENS), sum(DELTA.parts), generator=generator)
+    return torch.randn(len(TOKENS), sum(rule.parts), generator=generator)
 
 
 @dataclass
@@ -90,17 +93,23 @@ class Modules:
     layer_states: Any = layer_states
     checkpoints: Any = checkpoints
     run: Callable[..., Tensor] | None = None  # in place of the kernels' delta rule
+    rule: DeltaRule | Mamba2 = DELTA
 
     def cache(self, operators: str, most: int = 3) -> StateCache:
         kept = self.checkpoints.Checkpoints(
-            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, dtype=torch.float32, most=most
+            Memory(torch.device("cpu")), self.rule, num_layers=LAYERS, dtype=torch.float32, most=most
         )
         made: StateCache = self.states.StateCache(self.layers(operators), kept, weights=lambda: ())
         return made
 
     def layers(self, operators: str) -> LayerStates:
         found: LayerStates = self.layer_states.LayerStates(
-            Memory(torch.device("cpu")), DELTA, num_layers=LAYERS, rows=ROWS, dtype=torch.float32, kernels=of(operators)
+            Memory(torch.device("cpu")),
+            self.rule,
+            num_layers=LAYERS,
+            rows=ROWS,
+            dtype=torch.float32,
+            kernels=of(operators),
         )
         if self.run is not None:
             found._run = self.run
@@ -108,25 +117,26 @@ class Modules:
 
 
 REAL = Modules()
+WITH_MAMBA = Modules(rule=MAMBA)
 
 
 @functools.cache
-def alone(operators: str, tokens: tuple[int, ...]) -> list[Tensor]:
+def alone(operators: str, tokens: tuple[int, ...], rule: DeltaRule | Mamba2 = DELTA) -> list[Tensor]:
     """Of each layer the output of each token, run by itself: [n, out_size]. tokens: the seed of each one's rows."""
-    cache, out = REAL.cache(operators), [list[Tensor]() for _ in range(LAYERS)]
+    cache, out = Modules(rule=rule).cache(operators), [list[Tensor]() for _ in range(LAYERS)]
     for place, seed in enumerate(tokens):
         cache.begin("decode", 1)
         for layer, found in enumerate(out):
-            found.append(cache.recur(layer, rows(layer, seed)[place : place + 1], weights(layer)))
+            found.append(cache.recur(layer, rows(layer, seed, rule)[place : place + 1], weights(layer, rule)))
         cache.advance(1)
-    return [torch.cat([rows(0)[:0, : DELTA.out_size], *found]) for found in out]
+    return [torch.cat([rows(0, 0, rule)[:0, : rule.out_size], *found]) for found in out]
 
 
 class Script:
     """A cache of states beside what each of its tokens gives by itself."""
 
     def __init__(self, operators: str, modules: Modules = REAL) -> None:
-        self.operators, self.modules = operators, modules
+        self.operators, self.modules, self.rule = operators, modules, modules.rule
         self.cache = modules.cache(operators)
         self.drafts: DraftStates = modules.states.DraftStates(modules.layers(operators), self.cache)
         self.is_right = True
@@ -146,8 +156,13 @@ class Script:
         start = self.length
         self.cache.begin("decode", count)
         for layer in range(LAYERS):
-            some = torch.cat([rows(layer, self.seed)[start : start + accepted], rows(layer, 1)[: count - accepted]])
-            self._compare(layer, start, self.cache.recur(layer, some, weights(layer))[:accepted])
+            some = torch.cat(
+                [
+                    rows(layer, self.seed, self.rule)[start : start + accepted],
+                    rows(layer, 1, self.rule)[: count - accepted],
+                ]
+            )
+            self._compare(layer, start, self.cache.recur(layer, some, weights(layer, self.rule))[:accepted])
         self.cache.advance(count)
         self.cache.truncate(start + accepted)
         self.tokens += [self.seed] * accepted
@@ -158,8 +173,8 @@ class Script:
         self.cache.begin("prefill", count)
         for layer in range(LAYERS):
             for first in range(start, start + count, BLOCK):
-                some = rows(layer, self.seed)[first : min(first + BLOCK, start + count)]
-                self._compare(layer, first, self.cache.recur(layer, some, weights(layer)))
+                some = rows(layer, self.seed, self.rule)[first : min(first + BLOCK, start + count)]
+                self._compare(layer, first, self.cache.recur(layer, some, weights(layer, self.rule)))
         self.cache.advance(count)
         self.tokens += [self.seed] * count
 
@@ -167,7 +182,7 @@ class Script:
         """A pass that is broken off after its first layer."""
         start = self.length
         self.cache.begin("decode", count)
-        self.cache.recur(0, rows(0, 2)[:count], weights(0))
+        self.cache.recur(0, rows(0, 2, self.rule)[:count], weights(0, self.rule))
         self.cache.truncate(start)
         assert self.length == start
 
@@ -178,7 +193,7 @@ class Script:
     def _unfinished(self, count: int, back: int = 0) -> None:
         """A prefill that is broken off within its first layer, and so many tokens before it are cut off, too."""
         self.cache.begin("prefill", count)
-        self.cache.recur(0, rows(0, 2)[:count], weights(0))
+        self.cache.recur(0, rows(0, 2, self.rule)[:count], weights(0, self.rule))
         before = self.length
         self._cut(before - back)
         assert back or not self.cache.most or self.length == before
@@ -200,7 +215,9 @@ class Script:
             self.drafts.begin("decode", 1, place)
             for layer in range(LAYERS):
                 seed = self.seed if place == self.length else 4  # of the pending token, and of drafts that are wrong
-                out = self.drafts.recur(layer, rows(layer, seed)[place : place + 1], weights(layer))
+                out = self.drafts.recur(
+                    layer, rows(layer, seed, self.rule)[place : place + 1], weights(layer, self.rule)
+                )
                 if place == start and not lag:
                     self._compare(layer, place, out)
             self.drafts.advance(1)
@@ -210,12 +227,12 @@ class Script:
         other, count = self.modules.cache(self.operators), self.cache.reachable(max(self.length - back, 0))
         other.begin("decode", 2)  # it had a sequence of its own
         for layer in range(LAYERS):
-            other.recur(layer, rows(layer, 3)[:2], weights(layer))
+            other.recur(layer, rows(layer, 3, self.rule)[:2], weights(layer, self.rule))
         other.advance(2)
         other.copy_from(self.cache, count)
         self.cache.begin("prefill", 4)
         for layer in range(LAYERS):
-            self.cache.recur(layer, rows(layer, 2)[:4], weights(layer))
+            self.cache.recur(layer, rows(layer, 2, self.rule)[:4], weights(layer, self.rule))
         self.cache.advance(4)
         self.cache = other
         del self.tokens[count:]
@@ -225,7 +242,7 @@ class Script:
     def _compare(self, layer: int, start: int, out: Tensor) -> None:
         known = self.tokens[:start]
         tokens = *known, *[self.seed] * (start + len(out) - len(known))
-        expected = alone(self.operators, tokens)[layer][start:]
+        expected = alone(self.operators, tokens, self.rule)[layer][start:]
         self.is_right = self.is_right and torch.equal(out, expected)
 
 
@@ -259,14 +276,16 @@ def follow(script: Script, acts: Sequence[str]) -> bool:
     return script.is_right
 
 
+@pytest.mark.parametrize("modules", [REAL, WITH_MAMBA], ids=lambda modules: type(modules.rule).__name__)
 @pytest.mark.parametrize("operators", OPERATORS)
 def test_every_script_of_two_acts_gives_each_row_the_bits_of_its_token_alone(
-    operators: str, pytestconfig: pytest.Config
+    operators: str, modules: Modules, pytestconfig: pytest.Config
 ) -> None:
-    """By torch's operators, which take six times as long, a fifth of them: each act first, and each second."""
-    step = 5 if operators == "torch" and not pytestconfig.getoption("deep") else 1
-    scripts = itertools.chain(LONGER, itertools.islice(every_script(2), 0, None, step))
-    assert all(follow(Script(operators), acts) for acts in scripts)
+    """By torch's operators, which take six times as long, and of Mamba-2 a fifth of them: each act first, and each
+    second."""
+    some = (operators == "torch" or modules is WITH_MAMBA) and not pytestconfig.getoption("deep")
+    scripts = itertools.chain(LONGER, itertools.islice(every_script(2), 0, None, 5 if some else 1))
+    assert all(follow(Script(operators, modules), acts) for acts in scripts)
 
 
 @pytest.mark.deep
@@ -277,9 +296,10 @@ def test_every_script_of_three_acts_does(operators: str) -> None:
 
 @pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.few(2)
-def test_so_does_any_longer_script(operators: str, seed: int) -> None:
-    draw, script = random.Random(seed), Script(operators)
+@pytest.mark.parametrize("modules", [REAL, WITH_MAMBA], ids=lambda modules: type(modules.rule).__name__)
+@pytest.mark.few(3)
+def test_so_does_any_longer_script(operators: str, seed: int, modules: Modules) -> None:
+    draw, script = random.Random(seed), Script(operators, modules)
     for _ in range(40):
         script.do(draw.choice(ACTS) if script.length < LONGEST else "undo 20")
     assert script.is_right
@@ -395,14 +415,14 @@ MUTANTS = [
     Mutant(
         "gates are those of the row before",
         "delta",
-        "mul_(_silu(gates.float()))",
-        "mul_(_silu(gates.float().roll(1, 0)))",
+        "return out, gates.float()",
+        "return out, gates.float().roll(1, 0)",
     ),
     Mutant(
         "steps are those of the row before",
         "delta",
-        "_grown(steps[delta.width - 1 :])",
-        "_grown(steps[delta.width - 2 : -1])",
+        "each[states.width - 1 :]",
+        "each[states.width - 2 : -1]",
     ),
     Mutant(
         "the state passes rows that may be rejected",
@@ -415,9 +435,10 @@ MUTANTS = [
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
-def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
+@pytest.mark.parametrize("rule", [DELTA, MAMBA], ids=lambda rule: type(rule).__name__)
+def test_each_fault_makes_a_script_wrong(mutant: Mutant, rule: DeltaRule | Mamba2) -> None:
     """By another bit, or by a cache that has another length than it should."""
-    modules = edited(mutant)
+    modules = replace(edited(mutant, rule), rule=rule)
 
     def fails(acts: Sequence[str]) -> bool:
         try:
@@ -428,9 +449,10 @@ def test_each_fault_makes_a_script_wrong(mutant: Mutant) -> None:
     assert any(fails(acts) for acts in itertools.chain(LONGER, every_script(2)))
 
 
-def edited(mutant: Mutant) -> Modules:
+def edited(mutant: Mutant, rule: DeltaRule | Mamba2 = DELTA) -> Modules:
     """The modules with the fault. The source has its text once."""
     found = {"checkpoints": checkpoints, "layer_states": layer_states, "states": states, "delta": kernel}
+    found |= {"mamba": mamba_kernel}  # which imports what it shares with the delta rule
     made: dict[str, ModuleType] = {}
     with patch.dict(sys.modules):
         for name, module in found.items():
@@ -440,7 +462,8 @@ def edited(mutant: Mutant) -> Modules:
                 source = source.replace(mutant.old, mutant.new)
             sys.modules[module.__name__] = made[name] = ModuleType(module.__name__)
             exec(compile(source, f"<edited {name}>", "exec"), made[name].__dict__)
-    run = made["delta"].delta_rule if mutant.module == "delta" else None
+    kernels = {DeltaRule: made["delta"].delta_rule, Mamba2: made["mamba"].mamba2}
+    run = kernels[type(rule)] if mutant.module == "delta" else None
     return Modules(made["states"], made["layer_states"], made["checkpoints"], run)
 
 

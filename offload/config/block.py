@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from offload.config.rope import Rope
 
@@ -101,32 +101,21 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class DeltaRule:
-    """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464): a mixer with a recurrent state instead of
-    keys and values. Each of `num_heads` value heads has a state [key_dim, value_dim]; each of `num_key_heads` key heads
-    serves neighbouring value heads. width: taps of the causal convolution over queries, keys and values. norm: of each
-    head's output. steps: the largest step (beta) of an update. eps: in the division of queries and keys by their l2
-    norm. tiled: None, or value head h is served by key head (h + tiled) % num_key_heads.
-    """
+class HeadStates:
+    """The sizes of a mixer with a recurrent state [key_dim, value_dim] in each of `num_heads` value heads, instead of
+    keys and values of all tokens. Each of `num_key_heads` key heads serves neighbouring value heads. width: taps of the
+    causal convolution over queries, keys and values."""
 
     num_key_heads: int
     num_heads: int
     key_dim: int
     value_dim: int
     width: int = 4
-    norm: Norm = field(default_factory=Norm)
-    steps: float = 1.0
-    eps: float = 1e-6
-    tiled: int | None = None
-    bias: bool = False  # no projection has one
-    out_bias: bool = False
 
     @property
     def key_heads(self) -> tuple[int, ...]:
         """The key head of each value head."""
-        if self.tiled is None:
-            return tuple(head * self.num_key_heads // self.num_heads for head in range(self.num_heads))
-        return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
+        return tuple(head * self.num_key_heads // self.num_heads for head in range(self.num_heads))
 
     @property
     def key_size(self) -> int:
@@ -144,13 +133,24 @@ class DeltaRule:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Output sizes of the fused projection: queries, keys, values, gate, and by head the steps and the decays."""
-        return (self.key_size, self.key_size, self.out_size, self.out_size, self.num_heads, self.num_heads)
+        """Output sizes of the fused projection: queries, keys, values, gate, and the numbers of each head."""
+        return (self.key_size, self.key_size, self.out_size, self.out_size, *self.of_heads)
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """Sizes of the parts with a number for each head: the times, from which the decays follow."""
+        return (self.num_heads,)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the fp32 vectors besides norms, by name: the taps of the convolution, the decay of each head
+        (-exp(A_log)) and the bias of its time."""
+        return {"taps": (self.width, self.channels), "decay": (self.num_heads,), "time_bias": (self.num_heads,)}
 
     @property
     def kept(self) -> int:
         """Numbers of a projected row on which later states depend: all but the gate."""
-        return self.channels + 2 * self.num_heads
+        return self.channels + sum(self.of_heads)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -158,13 +158,78 @@ class DeltaRule:
         return self.num_heads, self.key_dim, self.value_dim
 
 
-Recurrence = DeltaRule  # the mixers with a recurrent state
-Mixer = Attention | Recurrence
+@dataclass(frozen=True)
+class DeltaRule(HeadStates):
+    """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464). norm: of each head's output. steps: the
+    largest step (beta) of an update. eps: in the division of queries and keys by their l2 norm. tiled: None, or value
+    head h is served by key head (h + tiled) % num_key_heads.
+    """
+
+    norm: Norm = field(default_factory=Norm)
+    steps: float = 1.0
+    eps: float = 1e-6
+    tiled: int | None = None
+    bias: bool = False  # no projection has one
+    out_bias: bool = False
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        if self.tiled is None:
+            return super().key_heads
+        return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """Sizes of the parts with a number for each head: the steps, and the times, from which the decays follow."""
+        return self.num_heads, self.num_heads
+
+    @property
+    def norm_size(self) -> int:
+        """Numbers of the norm's weight, which all heads share."""
+        return self.value_dim
+
+
+@dataclass(frozen=True)
+class Mamba2(HeadStates):
+    """Mamba-2 of one layer (Dao and Gu 2024, arXiv 2405.21060), whose B are the keys, C the queries and x the values: a
+    group has a key head. A state decays and has a token's key and value added, times its time step; the output is the
+    state's for the query, plus the value times a number of its head (D). taps_bias: of the convolution. norm: of the
+    output times its activated gate, by group; None: there is none."""
+
+    norm: Norm | None = field(default_factory=Norm)
+    taps_bias: bool = True
+    bias: bool = False
+    out_bias: bool = False
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """As `HeadStates.vectors`, with the bias of the convolution and each head's factor of its values (D)."""
+        bias = {"taps_bias": (self.channels,)} if self.taps_bias else {}
+        return super().vectors | bias | {"skip": (self.num_heads,)}
+
+    @property
+    def norm_size(self) -> int:
+        """Numbers of the norm's weight."""
+        return self.out_size
+
+
+@dataclass(frozen=True)
+class NoMixer:
+    """The mixer of a layer that is a network alone."""
+
+    parts: ClassVar[tuple[int, ...]] = (0,)
+    out_size: ClassVar[int] = 0
+    bias: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = False
+
+
+Recurrence = DeltaRule | Mamba2  # the mixers with a recurrent state
+Mixer = Attention | Recurrence | NoMixer
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward network. size: of its inner rows; 0 where there is none, in a layer with experts alone. gated:
+    """A feed-forward network. size: of its inner rows; 0 where a layer has none. gated:
     down(activation(gate) * up), else down(activation(up))."""
 
     size: int
@@ -248,9 +313,9 @@ class Encodings:
 @dataclass(frozen=True)
 class Block:
     """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network, the mixture of
-    experts, or the sum of both. A norm of None is left out. side_by_side: both parts read the same norm of the same x,
-    `before_attention`. multiplied: x is multiplied by a factor from the checkpoint at the end. encodings: of its
-    matrices. digested_as: the name in digests of sessions, which older programs wrote.
+    experts, or the sum of both. A layer may lack either. A norm of None is left out. side_by_side: both parts read the
+    same norm of the same x, `before_attention`. multiplied: x is multiplied by a factor from the checkpoint at the end.
+    encodings: of its matrices. digested_as: the name in digests of sessions, which older programs wrote.
 
     Experts and their router read the rows that the network reads, unless they have norms of their own, before_experts
     and before_router. after_experts, after_network: norms of both outputs before their sum, in a layer that has both.
@@ -281,12 +346,25 @@ class Block:
     @property
     def recurrence(self) -> Recurrence:
         """The mixer of a layer with a state."""
-        assert not isinstance(self.mixer, Attention), "a layer that attends has no state"
+        assert isinstance(self.mixer, Recurrence), "a layer without a recurrence has no state"
         return self.mixer
 
     @property
     def attends(self) -> bool:
         return isinstance(self.mixer, Attention)
+
+    @property
+    def recurs(self) -> bool:
+        return isinstance(self.mixer, Recurrence)
+
+    @property
+    def has_mixer(self) -> bool:
+        return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def has_network(self) -> bool:
+        """Whether there are a feed-forward network or experts."""
+        return self.feed_forward.size > 0 or self.experts is not None
 
     @property
     def joins_normed(self) -> bool:

@@ -73,8 +73,9 @@ class _MatrixNames:
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        inner, out = block.feed_forward, "self_attn.o_proj" if block.attends else names.recurrence.out
-        qkv = _attention(block.attention, names) if block.attends else [*names.recurrence.parts]
+        inner, out = block.feed_forward, names.recurrence.out if block.recurs else f"{names.attention}o_proj"
+        qkv = [*names.recurrence.parts[: len(block.mixer.parts)]]
+        qkv = _attention(block.attention, names) if block.attends else qkv
         gate, up, down = names.network(block)
         gate_up = [gate, up] if inner.gated else [up]
         weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down])]
@@ -91,7 +92,7 @@ def _of_experts(name: str, block: Block) -> tuple[str, ...]:
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
     """The names of the matrices of an attention's projections."""
     letters = ["q", "k"] if attention.values_are_keys else ["q", "k", "v"]
-    return [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters] + [names.gate] * attention.gate
+    return [names.fused_qkv or f"{names.attention}{letter}_proj" for letter in letters] + [names.gate] * attention.gate
 
 
 def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callable[[str], str]) -> Encodings:
@@ -102,8 +103,8 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
 
     stored, has_network = _MatrixNames.of(block, names), block.feed_forward.size > 0
     found = Encodings(
-        tuple(map(of, stored.qkv)),
-        of(stored.o),
+        tuple(map(of, stored.qkv)) if block.has_mixer else (),
+        of(stored.o) if block.has_mixer else "",
         tuple(map(of, stored.gate_up)) if has_network else (),
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),

@@ -8,25 +8,27 @@ architecture (its conversion/*.py): rows of q and k that are rotated as neighbou
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, Norm
+from offload.config.block import Attention, Block, DeltaRule, Norm
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
-from offload.config.gguf_layers import KV_HEADS
+from offload.config.gguf_layers import INNER, KV_HEADS
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
-from offload.config.names import RecurrenceNames
+from offload.config.names import RecurrenceNames, TensorNames
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of plain numbers, with their bytes
+_GATE = re.compile(r"\.ffn_gate(?:_shexp)?\.weight$")
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -36,7 +38,7 @@ def gguf_config(header: Header) -> ModelConfig:
     config = config_of(_fields(header, architecture), name=str(header.path))
     if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
         config = replace(config, next_token=None)
-    config = replace(_stacked(with_factors(values, config), header), suppressed=values.suppressed())
+    config = replace(_apart(_stacked(with_factors(values, config), header), header), suppressed=values.suppressed())
     if architecture.neighbours or (architecture.halves_sections and values.has_sections()):
         config = with_rope(config, neighbours=architecture.neighbours)
     if architecture.has_one:
@@ -118,7 +120,6 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     common: dict[str, object] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": _inner_size(values),
         "num_hidden_layers": values.head_layers().start,
         "num_attention_heads": heads,
         "head_dim": head_dim,
@@ -129,6 +130,8 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "bos_token_id": values.token("bos"),
         "eos_token_id": values.ends(),
     }
+    if INNER not in architecture.reads:
+        common["intermediate_size"] = _inner_size(values)
     if KV_HEADS not in architecture.reads:
         common["num_key_value_heads"] = values.alike(KV_HEADS, heads)
     common |= rope_settings(values, head_dim)
@@ -138,7 +141,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
 
 def _inner_size(values: Metadata) -> int:
     """The inner rows of a layer without experts. A file whose layers all have experts may leave that out."""
-    of_layers, of_experts = "feed_forward_length", "expert_feed_forward_length"
+    of_layers, of_experts = INNER, "expert_feed_forward_length"
     is_left_out = values.data.get(of_layers, 0) == 0 and of_experts in values.data
     return values.alike(of_experts if is_left_out else of_layers)
 
@@ -161,6 +164,14 @@ def _stacked(config: ModelConfig, header: Header) -> ModelConfig:
     parts |= dict.fromkeys(("gate", "up"), "mlp.experts.gate_up_proj") if fused else {}
     names = replace(config.names.experts, **parts, alternate=False, by_inputs=False)
     return replace(config, names=replace(config.names, experts=names))
+
+
+def _apart(config: ModelConfig, header: Header) -> ModelConfig:
+    """`config` for gates and ups in tensors of their own, where folders have them in one."""
+    if not config.names.fused_gate_up or not any(_GATE.search(name) for name in header.tensors):
+        return config
+    default = TensorNames()
+    return replace(config, names=replace(config.names, fused_gate_up="", up=default.up, down=default.down))
 
 
 def _with_one(config: ModelConfig) -> ModelConfig:
@@ -192,9 +203,9 @@ def _with_states(config: ModelConfig, header: Header, *, tiled: bool) -> ModelCo
     older ones of Qwen3-Next have all four in one, as folders do."""
 
     def block(found: Block) -> Block:
-        if found.attends or not tiled or found.recurrence.num_heads == found.recurrence.num_key_heads:
+        if not (tiled and isinstance(found.mixer, DeltaRule)) or found.mixer.num_heads == found.mixer.num_key_heads:
             return found
-        return replace(found, mixer=replace(found.recurrence, tiled=0))
+        return replace(found, mixer=replace(found.mixer, tiled=0))
 
     own, is_old = config.names.recurrence, any(name.endswith(JOINED_STATES) for name in header.tensors)
     parts = own.parts if is_old else (*RecurrenceNames().parts[:4], *own.parts[4:])

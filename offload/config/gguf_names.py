@@ -61,6 +61,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
     return {
         "ssm_a": names.recurrence.decay,
         "ssm_dt.bias": names.recurrence.time_bias,
+        "ssm_d": names.recurrence.skip,
         "attn_sinks.weight": names.sink_logits,
         "exp_probs_b.bias": names.experts.bias,
         "ffn_gate_inp.scale": names.experts.norm,
@@ -71,6 +72,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
 
 def _parts(names: TensorNames) -> dict[str, str]:
     """The map of part names within a layer. A part without a name in the model keeps llama.cpp's."""
+    mixer = (*names.recurrence.parts, "")  # Mamba-2 has no steps
     return {
         "attn_norm": names.before_attention,
         "post_attention_norm": names.after_attention or names.before_feed_forward,  # the latter in seed_oss
@@ -79,24 +81,22 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "pre_ffw_norm_2": names.before_experts,
         "post_ffw_norm_1": names.after_network,
         "post_ffw_norm_2": names.after_experts,
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_qkv": names.fused_qkv or names.recurrence.parts[0],
-        "attn_gate": names.recurrence.parts[3],
-        "ssm_in": names.recurrence.parts[0],
-        "ssm_ba": names.recurrence.parts[4],
-        "ssm_beta": names.recurrence.parts[4],
-        "ssm_alpha": names.recurrence.parts[5],
+        **{f"attn_{letter}": f"{names.attention}{letter}_proj" for letter in "qkv"},
+        "attn_qkv": names.fused_qkv or mixer[0],
+        "attn_gate": mixer[3],
+        "ssm_in": mixer[0],
+        "ssm_ba": mixer[4],
+        "ssm_beta": mixer[4],
+        "ssm_alpha": mixer[5],
         "ssm_conv1d": names.recurrence.taps[0],
         "ssm_norm": names.recurrence.norm,
         "ssm_out": names.recurrence.out,
-        "attn_output": "self_attn.o_proj",
+        "attn_output": f"{names.attention}o_proj",
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
         "ffn_gate": "mlp.gate_proj",
-        "ffn_up": names.fused_gate_up or names.up,
-        "ffn_down": names.down,
+        "ffn_up": names.fused_gate_up or names.up.replace("mlp.", names.dense, 1),
+        "ffn_down": names.down.replace("mlp.", names.dense, 1),
         "ffn_gate_inp": names.experts.router,
         **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
         "ffn_gate_inp_shexp": names.experts.network_gate,

@@ -100,6 +100,11 @@ class ModelConfig:
         first = {block: at for at, block in reversed([*enumerate(self.blocks)])}
         return tuple((self._alone[first[block]], number) for block, number in Counter(self.blocks).items())
 
+    @cached_property
+    def num_parts(self) -> int:
+        """The number of mixers and networks, the parts of layers that are added to their rows."""
+        return sum(block.has_mixer + block.has_network for block in self.blocks)
+
     @property
     def windowed_block(self) -> Block | None:
         """One of the layers that have a window."""
@@ -107,7 +112,7 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """The (KV heads, head_dim) of each layer; (0, 0) of one with a state."""
+        """The (KV heads, head_dim) of each layer; (0, 0) of one that does not attend."""
         attended = (each.mixer if isinstance(each.mixer, Attention) else None for each in self.blocks)
         return tuple((each.num_kv_heads, each.head_dim) if each else (0, 0) for each in attended)
 
@@ -162,7 +167,7 @@ class ModelConfig:
     @cached_property
     def stateful(self) -> tuple[int, ...]:
         """The layers with a recurrent state."""
-        return tuple(at for at, block in enumerate(self.blocks) if not block.attends)
+        return tuple(at for at, block in enumerate(self.blocks) if block.recurs)
 
     @property
     def recurrence(self) -> Recurrence | None:
@@ -384,7 +389,7 @@ class ModelConfig:
         return len(self.growing) * self.layer_kv_bytes(dtype_bytes)
 
     def layer_kv_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the keys and values of a token in `block`; 0 if it has a state."""
+        """Bytes of the keys and values of a token in `block`; 0 if it does not attend."""
         return 2 * self.block.attention.kv_size * dtype_bytes if self.block.attends else 0
 
     def state_bytes(self) -> int:

@@ -9,9 +9,10 @@ from offload.config.block import Block
 
 @dataclass(frozen=True)
 class RecurrenceNames:
-    """The tensor names of a recurrence within a layer. parts: of the projections, as in `DeltaRule.parts`; neighbours
-    of one name are rows of one tensor, and so are taps: of queries, keys and values. grouped: names of tensors in which
-    each key head has its rows of all these parts together. is_log: decays are stored as A_log."""
+    """The tensor names of a recurrence within a layer. parts: of the projections, as in `HeadStates.parts`; those of
+    one name are rows of one tensor, and so are taps: of queries, keys and values. order: the numbers of parts as a
+    tensor has several of them, one after the other. grouped: names of tensors in which each key head has its rows of
+    all these parts together. is_log: decays are stored as A_log. skip: of Mamba-2."""
 
     parts: tuple[str, ...] = (
         *("linear_attn.in_proj_qkv",) * 3,
@@ -22,6 +23,8 @@ class RecurrenceNames:
     norm: str = "linear_attn.norm"
     decay: str = "linear_attn.A_log"
     time_bias: str = "linear_attn.dt_bias"
+    skip: str = ""
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     grouped: tuple[str, ...] = ()
     is_log: bool = True
 
@@ -79,7 +82,8 @@ class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
     the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. unused:
-    patterns of names within the body whose tensors are left alone."""
+    patterns of names within the body whose tensors are left alone. table, final_norm: within the body. attention: the
+    prefix of projections of attention. dense: in place of "mlp." in the names of a network without experts."""
 
     body: str = "model."
     head: str = "lm_head.weight"
@@ -98,6 +102,10 @@ class TensorNames:
     k_norm: str = "self_attn.k_norm"
     gate: str = "self_attn.gate_proj"
     sink_logits: str = "self_attn.sinks"
+    table: str = "embed_tokens"
+    final_norm: str = "norm"
+    attention: str = "self_attn."
+    dense: str = "mlp."
     recurrence: RecurrenceNames = RecurrenceNames()
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
@@ -111,15 +119,15 @@ class TensorNames:
 
     def network(self, block: Block) -> tuple[str, str, str]:
         """The names of the feed-forward network's gate, up and down in a layer."""
-        prefix = self.experts.network if block.experts is not None else "mlp."
+        prefix = self.experts.network if block.experts is not None else self.dense
         names = (self.fused_gate_up or "mlp.gate_proj", self.fused_gate_up or self.up, self.down)
         gate, up, down = (name.replace("mlp.", prefix, 1) for name in names)
         return gate, up, down
 
     @property
     def embeddings(self) -> str:
-        return f"{self.body}embed_tokens.weight"
+        return f"{self.body}{self.table}.weight"
 
     @property
     def norm(self) -> str:
-        return f"{self.body}norm"
+        return f"{self.body}{self.final_norm}"

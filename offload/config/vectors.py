@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from offload.config.block import BLOCK_NORMS, Attention, Block, DeltaRule, Norm
+from offload.config.block import BLOCK_NORMS, Attention, Block, Norm
 
 
 def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
     """The norm vectors of a layer, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
     mixer = block.mixer
     sizes = {name: (hidden_size, getattr(block, name)) for name in BLOCK_NORMS}
-    sizes |= {"out_norm": (mixer.value_dim, mixer.norm)} if isinstance(mixer, DeltaRule) else _head_norms(mixer)
+    if isinstance(mixer, Attention):
+        sizes |= _head_norms(mixer)
+    elif block.recurs:
+        sizes["out_norm"] = block.recurrence.norm_size, block.recurrence.norm
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():
         if norm is not None:
@@ -29,16 +32,12 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
 
 def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
-    has some; of a delta rule the taps of its convolution, the decay of each head (-exp(A_log)) and the bias of its
-    time; of a mixture of experts its router's."""
+    has some; of a recurrence its vectors; of a mixture of experts its router's."""
     router = router_vectors(block, hidden_size)
-    if block.attends:
-        attention = block.attention
-        return ({"sink_logits": (attention.num_heads,)} if attention.sink_logits else {}) | router
-    delta = block.recurrence
-    return {
-        "taps": (delta.width, delta.channels), "decay": (delta.num_heads,), "time_bias": (delta.num_heads,), **router,
-    }  # fmt: skip
+    if block.recurs:
+        return block.recurrence.vectors | router
+    has_sinks = block.attends and block.attention.sink_logits
+    return ({"sink_logits": (block.attention.num_heads,)} if has_sinks else {}) | router
 
 
 def router_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:

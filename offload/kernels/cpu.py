@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import native
-from offload.config.block import DeltaRule
+from offload.config.block import DeltaRule, Mamba2
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
@@ -37,7 +37,7 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-VERSION = 32  # of the kernels: sessions and measured times are of one
+VERSION = 33  # of the kernels: sessions and measured times are of one
 ABI = 1000 * VERSION + len(KINDS)  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
@@ -68,7 +68,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
         attention=partial(_attention, own),
         multiply_stored=partial(_multiply_stored, own),
         decode_stored=partial(_decode_stored, own),
-        recurrences={DeltaRule: partial(delta_cpu.delta_rule, kernels=own)},
+        recurrences=dict.fromkeys((DeltaRule, Mamba2), partial(delta_cpu.run_states, kernels=own)),
         experts=partial(experts_cpu.run_experts, kernels=own),
         quantise=partial(quantised.encode, kernels=own),
         quantise_kv=partial(quantised_kv.encode, kernels=own),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import Activation, DeltaRule, Recurrence
+from offload.config.block import Activation, DeltaRule, Mamba2, Recurrence
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
@@ -21,6 +21,7 @@ from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
 from offload.kernels.delta import delta_rule
 from offload.kernels.experts import RunExperts
+from offload.kernels.mamba import mamba2
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.recurrence import RunRecurrence
@@ -117,7 +118,9 @@ class DeviceKernels:
     # See `kernels.activation.gated`.
     gated: Gated = gated
     # By the kind of the recurrence: see `kernels.recurrence.RunRecurrence`.
-    recurrences: Mapping[type[Recurrence], RunRecurrence[Any]] = field(default_factory=lambda: {DeltaRule: delta_rule})
+    recurrences: Mapping[type[Recurrence], RunRecurrence[Any]] = field(
+        default_factory=lambda: {DeltaRule: delta_rule, Mamba2: mamba2}
+    )
     # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
     experts: RunExperts | None = None
     # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.

@@ -120,23 +120,23 @@ LayerStep = Product | Attend | Recur | Mix | Join | Add | Scale
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
     """The steps of a layer. alone: one rank has the whole model, so products can be added to x without a sum over
     ranks."""
-    mixer = (
-        Recur(block.recurrence, weights.recurrence)
-        if weights.recurrence is not None
-        else Attend(block.attention, weights)
-    )
-    mix = [
-        Product("x", weights.qkv, "qkv", weights.before_attention),
-        mixer,
-        *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
-    ]
+    mix: list[LayerStep] = []
+    if block.has_mixer:
+        own = weights.recurrence
+        mix = [
+            Product("x", weights.qkv, "qkv", weights.before_attention),
+            Attend(block.attention, weights) if own is None else Recur(block.recurrence, own),
+            *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
+        ]
     first, last = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
     steps: list[LayerStep] = [mix[0], *first, *mix[1:], *last] if block.side_by_side else [*mix, *first, *last]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
 
 
 def _network(block: Block, weights: LayerWeights, alone: bool) -> tuple[list[LayerStep], list[LayerStep]]:
-    """The steps of the feed-forward network: those that read x, and those that add to it."""
+    """The steps of the feed-forward network, if there is one: those that read x, and those that add to it."""
+    if not block.has_network:
+        return [], []
     added = _added("inner", weights.down, weights.after_feed_forward, block.scale, alone)
     return [_inner(block, weights)], added
 

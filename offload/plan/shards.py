@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.config.block import Attention, Block, DeltaRule, Mixer
+from offload.config.block import Attention, Block, DeltaRule, Mixer, NoMixer, Recurrence
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
@@ -17,7 +17,7 @@ SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 @dataclass(frozen=True)
 class Shard:
     """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, consecutive value heads of a
-    delta rule with their key heads, and consecutive rows of the feed-forward network and of each expert (Shoeybi et al.
+    recurrence with their key heads, and consecutive rows of the feed-forward network and of each expert (Shoeybi et al.
     2019, arXiv 1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
@@ -42,8 +42,8 @@ class Shard:
 
     def key_heads(self, whole: ModelConfig) -> range:
         """The key heads that serve them: all where neighbours serve neighbouring value heads."""
-        delta = whole.block.recurrence
-        return self._part(delta.num_key_heads) if delta.tiled is None else range(delta.num_key_heads)
+        states = whole.block.recurrence
+        return range(states.num_key_heads) if _is_tiled(states) else self._part(states.num_key_heads)
 
     def inner(self, whole: ModelConfig) -> range:
         """The rank's rows of the feed-forward network."""
@@ -72,9 +72,13 @@ class Shard:
         mixer = whole.block.mixer
         if isinstance(mixer, Attention):
             return replace(mixer, num_heads=len(self.heads(whole)), num_kv_heads=len(self.kv_heads(whole)))
-        heads = self.value_heads(whole)
-        tiled = None if mixer.tiled is None else (mixer.tiled + heads.start) % mixer.num_key_heads
-        return replace(mixer, num_key_heads=len(self.key_heads(whole)), num_heads=len(heads), tiled=tiled)
+        if isinstance(mixer, NoMixer):
+            return mixer
+        heads, key_heads = self.value_heads(whole), self.key_heads(whole)
+        own: Recurrence = replace(mixer, num_key_heads=len(key_heads), num_heads=len(heads))
+        if not isinstance(own, DeltaRule) or own.tiled is None:
+            return own
+        return replace(own, tiled=(own.tiled + heads.start) % own.num_key_heads)
 
     def _part(self, count: int) -> range:
         each = count // self.size
@@ -90,7 +94,7 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
     if not all(_divides(kind, num_ranks) for kind in kinds):
         usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
         kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds if kind.block.attends)))
-        states = f", {_delta_heads(config.recurrence)} heads with a state" if config.recurrence is not None else ""
+        states = f", {_heads_to_divide(config.recurrence)} heads with a state" if config.recurrence is not None else ""
         raise UsageError(
             f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads{states} and "
             f"{_rows(config)} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
@@ -104,7 +108,7 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
         kv_heads = mixer.num_kv_heads
         shared = mixer.num_heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     else:
-        shared = _delta_heads(mixer) % num_ranks == 0
+        shared = isinstance(mixer, NoMixer) or _heads_to_divide(mixer) % num_ranks == 0
     experts = config.block.experts
     if not shared or any(
         size % num_ranks for size in (config.intermediate_size, experts.network.size if experts else 0)
@@ -116,9 +120,13 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
     return all(part.inputs // num_ranks % ENCODINGS[part.encoding].numbers == 0 for part in split)
 
 
-def _delta_heads(delta: DeltaRule) -> int:
+def _heads_to_divide(states: Recurrence) -> int:
     """The number of heads, with those that they share, that ranks can divide."""
-    return delta.num_key_heads if delta.tiled is None else delta.num_heads
+    return states.num_heads if _is_tiled(states) else states.num_key_heads
+
+
+def _is_tiled(states: Recurrence) -> bool:
+    return isinstance(states, DeltaRule) and states.tiled is not None
 
 
 def _rows(config: ModelConfig) -> str:

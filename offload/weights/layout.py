@@ -24,7 +24,7 @@ from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
-VECTORS = ("taps", "decay", "time_bias")  # of a layer with a state
+VECTORS = ("taps", "taps_bias", "decay", "time_bias", "skip")  # of a layer with a state
 ROUTER = ("router", "router_bias", "router_scale")
 SINK_LOGITS = "sink_logits"
 ROTATED = ("q_norm", "k_norm")  # norms that multiply rotated queries and keys where `weighs_rotated`
@@ -61,7 +61,7 @@ class LayerWeights:
         norms = [norm for name in NORMS if (norm := getattr(self, name)) is not None]
         found = [getattr(self, name).bias for name in OPERATORS]
         if self.recurrence is not None:
-            norms.append(self.recurrence.norm)
+            norms += [] if self.recurrence.norm is None else [self.recurrence.norm]
             found += [getattr(self.recurrence, name) for name in VECTORS]
         found += [each for norm in norms for each in (norm.weight, norm.bias)]
         if self.router is not None:
@@ -160,9 +160,9 @@ class LayerLayout:
         tensors = self.tensors(buffer)
         operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
-        recurrence = None
-        if (own := norms.pop("out_norm", None)) is not None:
-            recurrence = RecurrenceWeights(**{name: tensors[name] for name in VECTORS}, norm=own)
+        recurrence, out_norm = None, norms.pop("out_norm", None)
+        if vectors := {name: tensors[name] for name in VECTORS if name in tensors}:
+            recurrence = RecurrenceWeights(**vectors, norm=out_norm)
         named = {name: norms.get(name) for name in NORMS}
         router = None
         if (matrix := tensors.get("router")) is not None:

@@ -8,8 +8,8 @@ from itertools import chain
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention
-from offload.config.matrices import expert_matrices, expert_vectors
+from offload.config.block import BLOCK_NORMS, Attention, DeltaRule
+from offload.config.matrices import OPERATORS, expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
@@ -17,8 +17,6 @@ from offload.config.rope import PROPORTIONAL, Rope
 from offload.config.vectors import layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
-
-_QUERIES = "self_attn.q_proj"
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,15 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     summed over the ranks has sources only on the first rank, so that it is added once."""
     operator, _, kind = view.partition(".")
     names, hidden = whole.names, range(whole.hidden_size)
-    if operator in ("gate_up", "down") and not whole.block.feed_forward.size:
+    inner = whole.block.feed_forward.size if operator in ("gate_up", "down") else whole.block.mixer.out_size
+    if operator in OPERATORS and not inner:
         return []
     if operator in ("qkv", "gate_up"):
         columns = hidden if kind == "weight" else None
         parts = _qkv(whole, shard) if operator == "qkv" else _gate_up(whole, shard)
         return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in parts]
     if operator in ("o", "down"):
-        name, inputs = _by_inputs(whole, shard)[operator]
+        name, inputs = _by_inputs(whole, shard, operator)
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
@@ -61,7 +60,7 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if norms[operator][1].weightless:
         return []
     if operator == "out_norm":
-        return [Source(f"{names.recurrence.norm}.weight", range(whole.block.recurrence.value_dim))]
+        return [Source(f"{names.recurrence.norm}.weight", _out_normed(whole, shard))]
     if operator == "before_router":
         return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
@@ -116,16 +115,26 @@ def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
     return _times(shard.heads(whole) if norm == "q_norm" else shard.kv_heads(whole), attention.head_dim)
 
 
+def _out_normed(whole: ModelConfig, shard: Shard) -> range:
+    """The shard's elements of the weight of a recurrence's norm."""
+    states = whole.block.recurrence
+    if isinstance(states, DeltaRule):  # all heads share it
+        return range(states.norm_size)
+    return _times(shard.value_heads(whole), states.value_dim)
+
+
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
         yield from _of_parts(whole, whole.names.recurrence.parts, recurrence_rows(whole, shard))
         return
-    attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
+    attention, names = whole.block.attention, whole.names
+    fused, gate = names.fused_qkv, names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
-    if attention.gate and gate == _QUERIES:  # each head's query, then its gate
+    if attention.gate and gate == f"{names.attention}q_proj":  # each head's query, then its gate
         both = [range(2 * head * dim, 2 * (head + 1) * dim) for head in heads]
         yield from (Source(gate, rows[:dim], rotates=True) for rows in both)
-        yield from (Source(f"self_attn.{each}_proj", _times(kv_heads, dim), rotates=each == "k") for each in "kv")
+        keys, values = (f"{names.attention}{letter}_proj" for letter in "kv")
+        yield from (Source(keys, _times(kv_heads, dim), rotates=True), Source(values, _times(kv_heads, dim)))
         yield from (Source(gate, rows[dim:]) for rows in both)
         return
     first = 0
@@ -133,7 +142,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         ("q", attention.q_size, heads), ("k", attention.kv_size, kv_heads), ("v", attention.kv_size, kv_heads),
     )[: 2 if attention.values_are_keys else 3]:  # fmt: skip
         rows = _times(own, dim)
-        name, rows = (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
+        name, rows = (fused, _after(first, rows)) if fused else (f"{names.attention}{letter}_proj", rows)
         yield Source(name, rows, rotates=letter != "v")
         first += size
     if attention.gate:
@@ -147,43 +156,48 @@ def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     yield Source(up, _after(whole.intermediate_size, inner) if whole.names.fused_gate_up else inner)
 
 
-def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
+def _by_inputs(whole: ModelConfig, shard: Shard, operator: str) -> tuple[str, range]:
+    if operator == "down":
+        return whole.names.network(whole.block)[2], shard.inner(whole)
     if whole.block.attends:
-        mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
-    else:
-        mixer = whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
-    return {"o": mixer, "down": (whole.names.network(whole.block)[2], shard.inner(whole))}
+        return f"{whole.names.attention}o_proj", _times(shard.heads(whole), whole.head_dim)
+    return whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
 
 
 def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:
-    """The shard's rows of each of `DeltaRule.parts`, within that part."""
-    delta, heads = whole.block.recurrence, shard.value_heads(whole)
-    keys, values = _times(shard.key_heads(whole), delta.key_dim), _times(heads, delta.value_dim)
-    return [keys, keys, values, values, heads, heads]
+    """The shard's rows of each of `HeadStates.parts`, within that part."""
+    states, heads = whole.block.recurrence, shard.value_heads(whole)
+    keys, values = _times(shard.key_heads(whole), states.key_dim), _times(heads, states.value_dim)
+    return [keys, keys, values, values, *[heads] * len(states.of_heads)]
 
 
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:
-    """The rows of each part of a delta rule; parts of one name are in one tensor, one after the other, or one after the
+    """The rows of each part of a recurrence; parts of one name are in one tensor, one after the other, or one after the
     other for each key head."""
-    delta, grouped = whole.block.recurrence, whole.names.recurrence.grouped
-    parts = [*zip(names, delta.parts, strict=False)]
+    states, own = whole.block.recurrence, whole.names.recurrence
+    parts = [*zip(names, states.parts, strict=False)]
+    stored = [at for at in own.order if at < len(parts)]
     for at, (name, size) in enumerate(parts):
-        groups = delta.num_key_heads if name in grouped else 1
-        before, width = (sum(other for same, other in some if same == name) // groups for some in (parts[:at], parts))
+        groups = states.num_key_heads if name in own.grouped else 1
+        same = [other for other in stored if parts[other][0] == name]
+        sizes = [parts[other][1] // groups for other in same]
+        before, width = sum(sizes[: same.index(at)]), sum(sizes)
         size //= groups
         for group in range(rows[at].start // size, -(-rows[at].stop // size)):
-            first, own = group * size, rows[at]
-            inside = range(max(own.start - first, 0), min(own.stop - first, size))
+            first, wanted = group * size, rows[at]
+            inside = range(max(wanted.start - first, 0), min(wanted.stop - first, size))
             yield Source(name, _after(group * width + before, inside))
 
 
 def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
-    """The sources of a delta rule's vectors; of its taps each row is a channel's."""
-    names, delta = whole.names.recurrence, whole.block.recurrence
-    if vector != "taps":
-        return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
+    """The sources of a recurrence's vectors; of its taps each row is a channel's."""
+    names, width = whole.names.recurrence, whole.block.recurrence.width
+    if not vector.startswith("taps"):
+        return [Source(getattr(names, vector), shard.value_heads(whole))]
     found = _of_parts(whole, names.taps, recurrence_rows(whole, shard))
-    return [replace(part, name=f"{part.name}.weight", columns=range(delta.width)) for part in found]
+    if vector == "taps_bias":
+        return [replace(part, name=f"{part.name}.bias") for part in found]
+    return [replace(part, name=f"{part.name}.weight", columns=range(width)) for part in found]
 
 
 def _times(heads: range, dim: int) -> range:

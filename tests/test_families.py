@@ -568,6 +568,7 @@ FLAGS: dict[str, Change] = {
     "floored": _experts(floored=lambda own: not own.floored, eps=lambda own: 5.0),
     "scales_sum": _experts(factor=lambda own: 2 * own.factor, scales_sum=lambda own: not own.scales_sum),
     "averaged": _experts(averaged=lambda own: not own.averaged),
+    "latents": _experts(latent=lambda own: 0 if own.latent else 16),
     "without the network beside experts": _block(
         feed_forward=lambda block: replace(block.feed_forward, size=0) if block.experts else block.feed_forward
     ),

@@ -253,7 +253,10 @@ class Experts:
     `eps` or more if `floored`; multiplied by `factor`, unless that multiplies the sum over experts (`scales_sum`), and
     by the expert's own factor if `scaled`. The sum of a softmax's largest shares is never small, and has no eps.
     rounded: scores, or scores and shares, are rounded to the dtype of the rows. gates_network: a further score, whose
-    sigmoid multiplies the output of the network beside the experts. averaged: of both outputs the mean is taken."""
+    sigmoid multiplies the output of the network beside the experts. averaged: of both outputs the mean is taken.
+
+    latent: if not 0, the experts read rows of so many numbers, which a matrix of the layer makes of its rows, and
+    another matrix makes the layer's rows of their sum."""
 
     network: FeedForward
     count: int
@@ -274,6 +277,11 @@ class Experts:
     scales_sum: bool = False
     rounded: Rounded = "none"
     averaged: bool = False
+    latent: int = 0
+
+    def row_size(self, hidden_size: int) -> int:
+        """Numbers of the rows that experts read and make."""
+        return self.latent or hidden_size
 
     @property
     def num_scores(self) -> int:
@@ -296,18 +304,20 @@ class Experts:
 class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
-    any, ups and downs; all experts of a layer have the same. () if all are plain."""
+    any, ups and downs; all experts of a layer have the same. latents: of the matrices before and behind experts. () if
+    all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
     gate_up: tuple[str, ...] = ()
     down: str = ""
     experts: tuple[str, ...] = ()
+    latents: tuple[str, ...] = ()
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts)
+        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, *self.latents)
 
 
 @dataclass(frozen=True)
@@ -370,3 +380,12 @@ class Block:
     def joins_normed(self) -> bool:
         """Whether the outputs of network and experts are normed before their sum."""
         return self.after_network is not None or self.after_experts is not None
+
+    @property
+    def has_latents(self) -> bool:
+        return self.experts is not None and self.experts.latent > 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether the outputs of network and experts are summed by a step of its own, over the ranks first."""
+        return self.joins_normed or (self.has_latents and self.feed_forward.size > 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings
-from offload.config.matrices import Matrix, expert_matrices, layer_parts
+from offload.config.matrices import LATENTS, Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
 from offload.config.next_token import head_of
@@ -44,6 +44,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         layer, names = config.layer_name(index), _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
+        of_operators |= dict(zip(LATENTS, [(name,) for name in names.latents], strict=False))
         for operator, own in of_operators.items():
             for name, part in zip(own, parts[operator], strict=True):
                 if part.outputs and part.inputs:
@@ -63,13 +64,14 @@ def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
 @dataclass(frozen=True)
 class _MatrixNames:
     """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
-    of its parts. experts: the names for all experts of each of their matrices."""
+    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none."""
 
     qkv: tuple[str, ...]
     o: str
     gate_up: tuple[str, ...]
     down: str
     experts: tuple[tuple[str, ...], ...]
+    latents: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
@@ -78,9 +80,10 @@ class _MatrixNames:
         qkv = _attention(block.attention, names) if block.attends else qkv
         gate, up, down = names.network(block)
         gate_up = [gate, up] if inner.gated else [up]
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down])]
+        latents = [names.experts.to_latent, names.experts.from_latent] if block.has_latents else []
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents)]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts)
+        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts, tuple(weights[4]))
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -108,6 +111,7 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         tuple(map(of, stored.gate_up)) if has_network else (),
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
+        tuple(map(of, stored.latents)),
     )
     return found if any(found.every) else Encodings()
 

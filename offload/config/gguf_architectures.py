@@ -216,8 +216,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone-moe": Architecture("exaone_moe", exaone_moe, reads=EXAONE_MOE),
     "olmoe": Architecture("olmoe", olmoe, reads=EXPERTS - {"expert_feed_forward_length"}),
     "qwen2moe": Architecture("qwen2_moe", qwen2moe, reads=QWEN2MOE),
-    "nemotron_h": Architecture("nemotron_h", nemotron_h, _RMS, "layer_norm_epsilon", reads=NEMOTRON_H),
-    "nemotron_h_moe": Architecture("nemotron_h", nemotron_h, _RMS, "layer_norm_epsilon", reads=NEMOTRON_H),
+    "nemotron_h": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
+    "nemotron_h_moe": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
     "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, neighbours=True, reads=_SCALES | GRANITE_HYBRID),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

@@ -99,6 +99,8 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ffn_down": names.down.replace("mlp.", names.dense, 1),
         "ffn_gate_inp": names.experts.router,
         **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
+        "ffn_latent_down": names.experts.to_latent,
+        "ffn_latent_up": names.experts.from_latent,
         "ffn_gate_inp_shexp": names.experts.network_gate,
         **{f"ffn_{part}_shexp": f"{names.experts.network}{part}_proj" for part in ("gate", "up", "down")},
     }

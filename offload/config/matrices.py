@@ -9,6 +9,7 @@ from offload.config.block import Block
 from offload.formats.encodings import ENCODINGS
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
+LATENTS = ("to_latent", "from_latent")  # further ones, of a layer whose experts read latents
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -27,8 +28,13 @@ class Matrix:
         return -(-self.outputs * ENCODINGS[self.encoding].row_bytes(self.inputs) // ALIGNMENT) * ALIGNMENT
 
 
+def operators(block: Block) -> tuple[str, ...]:
+    """The operators of a layer."""
+    return OPERATORS + LATENTS if block.has_latents else OPERATORS
+
+
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
+    """The parts of each of `operators` from top to bottom, ordered as in `Encodings`."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
@@ -36,6 +42,10 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
     }
+    if block.experts is not None and block.has_latents:
+        latent = block.experts.latent
+        shapes["to_latent"] = (latent,), hidden_size, stored.latents[:1]
+        shapes["from_latent"] = (hidden_size,), latent, stored.latents[1:]
     return {
         name: tuple(
             Matrix(rows, inputs, kind) for rows, kind in zip(outputs, kinds or [""] * len(outputs), strict=True)
@@ -48,12 +58,8 @@ def expert_matrices(block: Block, hidden_size: int) -> dict[str, Matrix]:
     """The matrices of each of the layer's experts: its gate, if it has one, up and down; empty without experts."""
     if block.experts is None:
         return {}
-    network = block.experts.network
-    shapes = {
-        "gate": (network.size, hidden_size),
-        "up": (network.size, hidden_size),
-        "down": (hidden_size, network.size),
-    }
+    network, row = block.experts.network, block.experts.row_size(hidden_size)
+    shapes = {"gate": (network.size, row), "up": (network.size, row), "down": (row, network.size)}
     names = tuple(shapes) if network.gated else ("up", "down")
     kinds = block.encodings.experts or ("",) * len(names)
     return {name: Matrix(*shapes[name], kind) for name, kind in zip(names, kinds, strict=True)}
@@ -64,7 +70,7 @@ def expert_vectors(block: Block, hidden_size: int) -> dict[str, int]:
     if block.experts is None or not block.experts.network.bias:
         return {}
     network = block.experts.network
-    return {"gate_up.bias": (1 + network.gated) * network.size, "down.bias": hidden_size}
+    return {"gate_up.bias": (1 + network.gated) * network.size, "down.bias": block.experts.row_size(hidden_size)}
 
 
 def expert_parameters(block: Block, hidden_size: int) -> int:
@@ -81,7 +87,7 @@ def expert_bytes(block: Block, hidden_size: int, dtype_bytes: int) -> int:
 
 
 def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The matrices of each of OPERATORS: its parts, with neighbours of one encoding joined."""
+    """The matrices of each of `operators`: its parts, with neighbours of one encoding joined."""
     return {name: _joined(parts) for name, parts in layer_parts(block, hidden_size).items()}
 
 

@@ -258,11 +258,14 @@ class ModelConfig:
     @cached_property  # plans ask for these thousands of times
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
         mixer, inner = self.block.mixer, self.block.feed_forward
+        latent = self.block.experts.latent if self.block.experts else 0
+        latents = ((latent, self.hidden_size, False), (self.hidden_size, latent, False)) if latent else ()
         return (
             (sum(mixer.parts), self.hidden_size, mixer.bias),
             (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
+            *latents,
         )
 
     @cached_property

@@ -35,7 +35,8 @@ class ExpertNames:
     "{}" for the number of an expert. Without that one tensor holds those of all experts. If gates and ups are in the
     same tensor, an expert's gate precedes its up, or their rows alternate if `alternate`. by_inputs: in plain numbers
     the tensors of all experts are [experts, inputs, outputs]. bias, scale, norm: of the router, whole names. network:
-    in place of "mlp." in the names of the network beside experts. network_gate: of its gate."""
+    in place of "mlp." in the names of the network beside experts. network_gate: of its gate. to_latent, from_latent: of
+    the matrices before and behind the experts, if they read latents."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
@@ -46,6 +47,8 @@ class ExpertNames:
     norm: str = "router.scale"
     network: str = "mlp."
     network_gate: str = "mlp.shared_expert_gate"
+    to_latent: str = ""
+    from_latent: str = ""
     alternate: bool = False
     by_inputs: bool = False
 

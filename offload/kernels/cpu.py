@@ -146,8 +146,9 @@ def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """This process's kernels, or none where some layer of the model cannot run on them. Layers may have heads of
     several sizes."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
-    if config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT:
-        reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {config.hidden_size}"
+    row = 0 if config.experts is None else config.experts.row_size(config.hidden_size)
+    if odd := [size for size in (config.hidden_size, row) if row and size % EXPERT_ALIGNMENT]:
+        reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {odd[0]}"
         return DeviceKernels(reason=reason)
     return next((each for each in found if not each.usable), found[0])
 

@@ -236,7 +236,7 @@ class Decoder:
         for block in (self.config.blocks[layer] for layer in layers):
             dues += squares if block.attends else []
             dues += [Due(rows, hidden)] if block.has_mixer else []
-            dues += [Due(rows, hidden * (1 + block.joins_normed))] if block.has_network else []
+            dues += [Due(rows, hidden * (1 + block.joins))] if block.has_network else []
         return self._sums.due(dues, x)
 
 

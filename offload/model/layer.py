@@ -25,7 +25,8 @@ from offload.weights.linear import Linear
 # x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs].
 # mixed: its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output
 # before its norm or sum over ranks, [T, hidden]. made: that of experts, beside: of a network beside them, [T, hidden].
-Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside"]
+# latent: rows that experts read in place of the hidden ones, and then what they make of them, [T, latent].
+Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside", "latent"]
 
 
 class MixRows(Protocol):
@@ -74,16 +75,20 @@ class Recur:
 @dataclass(frozen=True)
 class Mix:
     """A mixture of experts: made = its output for the normed rows of x. adds: plus `beside`, times the gate of the
-    router where it has one."""
+    router where it has one. If experts read latents: latent = its output for these."""
 
     mixture: Mixture
     adds: bool = False
 
+    @property
+    def out(self) -> Operand:
+        return "latent" if self.mixture.experts.latent else "made"
+
 
 @dataclass(frozen=True)
 class Join:
-    """The sum of two normed outputs: made = of_experts(sum of `made` over the ranks) + of_network(sum of `beside` over
-    them)."""
+    """The sum of two outputs, each normed if it has a norm: made = of_experts(sum of `made` over the ranks) +
+    of_network(sum of `beside` over them)."""
 
     of_experts: NormWeights | None
     of_network: NormWeights | None
@@ -146,12 +151,18 @@ def _experts(block: Block, experts: Experts, weights: LayerWeights) -> tuple[lis
     and those that add to it."""
     assert weights.router is not None
     beside: list[LayerStep] = [_inner(block, weights), Product("inner", weights.down, "beside")]
-    beside, normed = beside if block.feed_forward.size else [], block.joins_normed
-    assert beside or not (normed or experts.gates_network)
+    beside, joins = beside if block.feed_forward.size else [], block.joins
+    assert beside or not (joins or experts.gates_network)
     norm = weights.before_experts or _read(block, weights)
-    join = [Join(weights.after_experts, weights.after_network)] if normed else []
-    add = Add(weights.after_feed_forward, block.scale, "made", is_whole=normed)
-    return [*beside, Mix(Mixture(experts, weights.router, norm), bool(beside) and not normed)], [*join, add]
+    mix = Mix(Mixture(experts, weights.router, norm), bool(beside) and not joins)
+    join = [Join(weights.after_experts, weights.after_network)] if joins else []
+    add = Add(weights.after_feed_forward, block.scale, "made", is_whole=joins)
+    if weights.to_latent is None or weights.from_latent is None:
+        return [*beside, mix], [*join, add]
+    assert not experts.averaged
+    assert not experts.gates_network
+    read = Product("x", weights.to_latent, "latent", norm)
+    return [*beside, read, mix], [Product("latent", weights.from_latent, "made"), *join, add]
 
 
 def _inner(block: Block, weights: LayerWeights) -> Product:

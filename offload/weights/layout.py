@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.config.block import BLOCK_NORMS, Attention, Norm
-from offload.config.matrices import ALIGNMENT, OPERATORS
+from offload.config.matrices import ALIGNMENT, LATENTS, OPERATORS, operators
 from offload.config.model import ModelConfig
 from offload.config.vectors import layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
@@ -35,7 +35,7 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
-    layer with a state. router: of a layer with experts."""
+    layer with a state. router: of a layer with experts. to_latent, from_latent: where these read latents."""
 
     qkv: Linear
     o: Linear
@@ -55,6 +55,8 @@ class LayerWeights:
     factor: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
     router: Router | None = None
+    to_latent: Linear | None = None
+    from_latent: Linear | None = None
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
@@ -109,7 +111,7 @@ class LayerLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
         """The layout of the layer `config.block` in `dtype`, with matrices in codes if `code_bits` is given."""
-        products = dict(zip(OPERATORS, config.layer_products(), strict=True))
+        products = dict(zip(operators(config.block), config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         stored: dict[str, str] = {}
         for name, parts in config.layer_matrices().items():
@@ -158,7 +160,9 @@ class LayerLayout:
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer in `buffer`, as views, also of bytes copied into it later."""
         tensors = self.tensors(buffer)
-        operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
+        latents = [name for name in LATENTS if any(view.startswith(f"{name}.") for view in tensors)]
+        own = (*OPERATORS, *latents)
+        linears = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in own}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
         recurrence, out_norm = None, norms.pop("out_norm", None)
         if vectors := {name: tensors[name] for name in VECTORS if name in tensors}:
@@ -169,7 +173,7 @@ class LayerLayout:
             bias, scale = tensors.get("router_bias"), tensors.get("router_scale")
             router = Router(matrix, bias, scale, named["before_router"])
         others = {"factor": tensors.get(_FACTOR), "recurrence": recurrence, "router": router}
-        return LayerWeights(**operators, **named, **others)  # type: ignore[arg-type]
+        return LayerWeights(**linears, **named, **others)  # type: ignore[arg-type]
 
     @property
     def _normed(self) -> list[tuple[str, Norm]]:

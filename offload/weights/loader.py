@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.config.matrices import OPERATORS, Matrix
+from offload.config.matrices import Matrix, operators
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -37,10 +37,10 @@ def load_layer(
     """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
     block, own = whole.blocks[index], whole.layer(index)
     order = head_order(block.attention) if block.attends else None
-    pending = {name: sources(own, shard, f"{name}.weight") for name in OPERATORS}
+    pending = {name: sources(own, shard, f"{name}.weight") for name in operators(block)}
     for name, view in layout.views.items():
         target, row, operator = view.of(buffer), 0, name.partition(".")[0]
-        is_matrix = operator in OPERATORS and not name.endswith(".bias")
+        is_matrix = operator in pending and not name.endswith(".bias")
         parts = pending[operator] if is_matrix else sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0].columns)))

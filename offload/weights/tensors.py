@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from offload.config.block import BLOCK_NORMS, Attention, DeltaRule
-from offload.config.matrices import OPERATORS, expert_matrices, expert_vectors
+from offload.config.matrices import LATENTS, OPERATORS, expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
@@ -48,6 +48,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
+    if operator in LATENTS:
+        return [_of_latents(whole, operator)]
     if operator in ROUTER:
         return _of_router(whole, operator)
     if operator == SINK_LOGITS:
@@ -72,6 +74,15 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     return [Source(name, _normed(whole, shard, operator), rotates=operator != "v_norm")]
 
 
+def _of_latents(whole: ModelConfig, operator: str) -> Source:
+    """The source of the matrix before or behind experts, which each rank has whole."""
+    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
+    assert experts is not None
+    latent = range(experts.latent)
+    rows, columns = (latent, hidden) if operator == "to_latent" else (hidden, latent)
+    return Source(f"{getattr(names, operator)}.weight", rows, columns)
+
+
 def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
     """The sources of a router's tensors: of its matrix the experts' rows and the row of the gate."""
     experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
@@ -85,8 +96,9 @@ def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
 def expert_sources(whole: ModelConfig, shard: Shard, number: int, view: str) -> list[Source]:
     """The sources of a view of a shard's expert `number` in the layer `whole.block`, top to bottom, see
     `weights.experts.layout_of`. Those of a tensor of all experts are of its matrices one below the other."""
-    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
+    experts, names = whole.block.experts, whole.names.experts
     assert experts is not None
+    hidden = range(experts.row_size(whole.hidden_size))
     inner, (operator, kind) = shard.inner_of_experts(whole), view.split(".")
     if operator == "down":
         rows = hidden if "{}" in names.down else _after(number * len(hidden), hidden)

@@ -58,7 +58,7 @@ SHAPES: dict[str, object] = {
 }  # fmt: skip
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
-    *("nemotron_h, dense", "granitemoehybrid, dense"),
+    *("nemotron_h, dense", "nemotron_h, latents", "granitemoehybrid, dense"),
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
     *("gemma4", "gemma4, one layout", "gemma4, sparse", "gemma4_unified"),
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),

@@ -395,6 +395,10 @@ TINY: dict[str, Tiny] = {
         moe_shared_expert_intermediate_size=32, norm_topk_prob=False, num_key_value_heads=4,
         layers_block_type=["full_attention", "moe", "linear_attention", "moe"],
     ),
+    "nemotron_h, latents": _with(
+        "nemotron_h", **MAMBA, **GLM_EXPERTS, moe_shared_expert_intermediate_size=24, moe_latent_size=16,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    ),
     "granitemoehybrid": _with(
         "granitemoehybrid", **MULTIPLIED, **GRANITE_MAMBA, num_local_experts=8, num_experts_per_tok=3,
         intermediate_size=16, shared_intermediate_size=24,

@@ -57,6 +57,7 @@ LAYER_NORM = {
     "cohere2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
+    "nemotron_h": "layer_norm_epsilon",
 }
 BESIDE_TEXT = re.compile(r"visual\.|vision_tower\.|audio_tower\.")
 NUMBERS_SIZE = 0.05  # of random blocks, as a root of their mean square
@@ -392,7 +393,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if config["model_type"] in LAYER_NORM:
         writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
     else:
-        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon" if arch in NEMOTRON_H else "rms_norm_eps"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("head_dim") and arch not in ("granite", "gemma4"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)

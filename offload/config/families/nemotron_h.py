@@ -36,6 +36,7 @@ _NAMES = TensorNames(
     experts=ExpertNames(
         router="mixer.gate", gate="", up="mixer.experts.{}.up_proj", down="mixer.experts.{}.down_proj",
         bias="mixer.gate.e_score_correction_bias", network="mixer.shared_experts.",
+        to_latent="mixer.fc1_latent_proj", from_latent="mixer.fc2_latent_proj",
     ),
 )  # fmt: skip
 
@@ -63,7 +64,10 @@ def describe(source: Fields) -> ModelConfig:
         return Block(own, nothing, before_attention=norm, before_feed_forward=None)
 
     def mixture() -> Block:
-        experts = read_sigmoids(source, config, counts=_COUNTS)
+        latent = 0 if source.data.get(_LATENT) is None else source.integer(_LATENT, 1 << 20)
+        if latent and biased:
+            source.refuse("mlp_bias", f"absent or false where {_LATENT} is given")
+        experts = read_sigmoids(source, config, counts=_COUNTS, latent=latent)
         beside = replace(network, size=source.integer(_SHARED, 1 << 22))
         return replace(dense, feed_forward=beside, experts=experts)
 
@@ -93,5 +97,5 @@ _READS = READS | SIGMOIDS | {
     "partial_rotary_factor",
 }  # fmt: skip
 FAMILIES = (
-    Family("nemotron_h", "Nemotron 3 Nano, Nemotron Nano 2 and Nemotron-H: states (Mamba-2)", describe, _READS),
+    Family("nemotron_h", "Nemotron 3 Nano and Super, Nemotron Nano 2, Nemotron-H: states (Mamba-2)", describe, _READS),
 )

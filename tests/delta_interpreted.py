@@ -1,11 +1,11 @@
-"""The GPU's delta rule in Triton's interpreter: against the formula in fp64, and bit for bit against itself however
-tokens are divided into launches. test_gpu_kernels.py runs this as it does gpu_interpreted.py."""
+"""The GPU's delta rule and Mamba-2 in Triton's interpreter: against their formulas in fp64, and bit for bit against
+themselves however tokens are divided into launches. test_gpu_kernels.py runs this as it does gpu_interpreted.py."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -18,24 +18,28 @@ from torch.testing import assert_close
 
 from gpu_interpreted import normal
 from kit.interpreter import rounds_to_bf16, without_idle_work
-from offload.config.block import DeltaRule, Norm, Recurrence
-from offload.kernels import delta as by_torch
+from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence
+from offload.kernels.device import DeviceKernels
 from offload.kernels.gpu import delta as by_triton
 from offload.kernels.gpu import delta_programs
-from offload.kernels.gpu.delta import delta_rule, is_aligned
+from offload.kernels.gpu.delta import States, is_aligned, run_states
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.launch import counting
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SHAPES = {
+SHAPES: dict[str, States] = {
     "grouped": DeltaRule(2, 6, 8, 12, 4),
     "tiled": DeltaRule(3, 6, 5, 3, 3, tiled=1),
     "alone": DeltaRule(2, 2, 12, 20, 2, Norm(1e-4, fp32=True), steps=2.0, eps=1e-3),
     "aligned": DeltaRule(1, 8, 16, 2, 4, tiled=0),
+    "mamba": Mamba2(2, 6, 8, 12, 4),
+    "mamba, odd sizes": Mamba2(3, 3, 5, 3, 3, Norm(1e-3, fp32=True), taps_bias=False),
+    "mamba, aligned": Mamba2(1, 8, 16, 6, 2, norm=None),
 }
 ROOM = 72  # M
+BY_TORCH = DeviceKernels().recurrences
 COUNTS = ((0, 1), (1, 1), (5, 3), (1, 16), (0, 64), (5, 64))  # replayed, new
 
 without_idle_work()
@@ -47,12 +51,18 @@ def _rounds_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def weights_of(delta: DeltaRule) -> RecurrenceWeights:
+def weights_of(delta: States) -> RecurrenceWeights:
     """Decays of a token from nearly none to nearly all."""
-    decay = -(2 * normal(delta.num_heads, seed=1)).exp()
-    norm = NormWeights(delta.norm, 1 + normal(delta.value_dim, seed=3) / 4)
-    taps = normal(delta.width, delta.channels, seed=2)
-    return RecurrenceWeights(taps, decay, 3 * normal(delta.num_heads, seed=4), norm)
+    decay, is_mamba = -(2 * normal(delta.num_heads, seed=1)).exp(), isinstance(delta, Mamba2)
+    factors = 1 + normal(delta.out_size if is_mamba else delta.value_dim, seed=3) / 4
+    norm = None if delta.norm is None else NormWeights(delta.norm, factors)
+    found = RecurrenceWeights(
+        normal(delta.width, delta.channels, seed=2), decay, 3 * normal(delta.num_heads, seed=4), norm
+    )
+    if not isinstance(delta, Mamba2):
+        return found
+    bias = normal(delta.channels, seed=8) if delta.taps_bias else None
+    return replace(found, taps_bias=bias, skip=normal(delta.num_heads, seed=9))
 
 
 def some(delta: Recurrence, count: int, dtype: torch.dtype, *, replayed: int = 0) -> tuple[Held, Tensor]:
@@ -69,33 +79,52 @@ def copied(held: Held) -> Held:
 
 @dataclass
 class Formula:
-    """One head's recurrence in fp64, as Yang et al. 2024 (arXiv 2412.06464, equation 10) have it for its transpose."""
+    """One head's recurrence in fp64, as Yang et al. 2024 (arXiv 2412.06464, equation 10) have it for its transpose, or
+    as Dao and Gu 2024 (arXiv 2405.21060, section 6) have it."""
 
-    delta: DeltaRule
+    delta: States
     weights: RecurrenceWeights
     head: int
     state: Tensor  # [key_dim, value_dim]
 
-    def token(self, window: Tensor, times: Tensor, steps: Tensor) -> Tensor:
-        """window: [width, channels] up to this token."""
-        delta, head = self.delta, self.head
+    def token(self, window: Tensor, *others: Tensor) -> Tensor:
+        """window: [width, channels] up to this token. others: its parts with a number for each head."""
+        delta, head, bias = self.delta, self.head, self.weights.taps_bias
         mixed = torch.zeros(delta.channels, dtype=torch.float64)
+        mixed = mixed if bias is None else bias.double()
         for tap in range(delta.width):
-            mixed += window[tap] * self.weights.taps[tap].double()
+            mixed = mixed + window[tap] * self.weights.taps[tap].double()
         mixed = mixed / (1 + (-mixed).exp())
-        group = delta.num_heads // delta.num_key_heads
-        first = delta.key_dim * (head // group if delta.tiled is None else (head + delta.tiled) % delta.num_key_heads)
+        group, tiled = delta.num_heads // delta.num_key_heads, getattr(delta, "tiled", None)
+        first = delta.key_dim * (head // group if tiled is None else (head + tiled) % delta.num_key_heads)
         query, key = mixed[first:][: delta.key_dim], mixed[delta.key_size + first :][: delta.key_dim]
-        query, key = (each / (each.square().sum() + delta.eps).sqrt() for each in (query, key))
         value = mixed[2 * delta.key_size + head * delta.value_dim :][: delta.value_dim]
-        waited = torch.log1p((times[head] + self.weights.time_bias[head].double()).exp())
+        waited = torch.log1p((others[-1][head] + self.weights.time_bias[head].double()).exp())
         decayed = (self.weights.decay[head].double() * waited).exp() * self.state
+        if isinstance(delta, Mamba2):
+            assert self.weights.skip is not None
+            self.state = decayed + waited * torch.outer(key, value)
+            return query @ self.state + self.weights.skip[head].double() * value
+        query, key = (each / (each.square().sum() + delta.eps).sqrt() for each in (query, key))
+        steps = others[0]
         step = delta.steps / (1 + (-steps[head]).exp())
         self.state = decayed - step * torch.outer(key, key @ decayed) + step * torch.outer(key, value)
         return query @ self.state / delta.key_dim**0.5
 
 
-def in_fp64(delta: DeltaRule, held: Held, rows: Tensor, replayed: int) -> tuple[Tensor, Tensor, Tensor]:
+def normed(delta: States, norm: NormWeights | None, out: Tensor, gates: Tensor) -> Tensor:
+    """The output [T, out_size] of outputs of heads and their activated gates, [T, heads, value_dim]."""
+    if norm is None:
+        return (out * gates).flatten(1)
+    if isinstance(delta, Mamba2):
+        parts, gates = (out * gates).flatten(1).unflatten(1, (delta.num_key_heads, -1)), torch.tensor(1.0)
+    else:
+        parts = out
+    found = parts / (parts.square().mean(2, keepdim=True) + norm.norm.eps).sqrt() * gates
+    return (found * norm.weight.double().view(-1 if parts is out else delta.num_key_heads, parts.shape[2])).flatten(1)
+
+
+def in_fp64(delta: States, held: Held, rows: Tensor, replayed: int) -> tuple[Tensor, Tensor, Tensor]:
     """(The output [T, out_size], the state after the replayed tokens, the state after the rows)."""
     weights, before, heads = weights_of(delta), delta.width - 1, delta.num_heads
     old, new = held.inputs[: before + replayed].double(), rows.double()
@@ -107,14 +136,12 @@ def in_fp64(delta: DeltaRule, held: Held, rows: Tensor, replayed: int) -> tuple[
         formula = Formula(delta, weights, head, held.state[head].double())
         states.append([formula.state])
         for token in range(replayed + len(rows)):
-            steps, times = others[token + before].split(heads)
-            found = formula.token(mixed[token : token + delta.width], times, steps)
+            found = formula.token(mixed[token : token + delta.width], *others[token + before].split(heads))
             states[-1].append(formula.state)
             if token >= replayed:
-                gate = gates[token - replayed, head]
-                found = found / (found.square().mean() + delta.norm.eps).sqrt() * weights.norm.weight.double()
-                out[token - replayed, head] = found * gate / (1 + (-gate).exp())
-    return out.flatten(1), *(torch.stack([each[at] for each in states]) for at in (replayed, -1))
+                out[token - replayed, head] = found
+    found = normed(delta, weights.norm, out, gates / (1 + (-gates).exp()))
+    return found, *(torch.stack([each[at] for each in states]) for at in (replayed, -1))
 
 
 @pytest.mark.few(3)
@@ -123,14 +150,14 @@ def in_fp64(delta: DeltaRule, held: Held, rows: Tensor, replayed: int) -> tuple[
 @pytest.mark.parametrize(("replayed", "count"), COUNTS)
 @pytest.mark.parametrize("settles", [False, True])
 def test_outputs_and_states_are_those_of_the_formula_in_fp64(
-    dtype: torch.dtype, delta: DeltaRule, replayed: int, count: int, settles: bool
+    dtype: torch.dtype, delta: States, replayed: int, count: int, settles: bool
 ) -> None:
     """And what is held is, bit for bit, what torch's operators hold."""
     held, rows = some(delta, count, dtype, replayed=replayed)
     wanted, before, after = in_fp64(delta, held, rows, replayed)
     theirs = copied(held)
-    by_torch.delta_rule(delta, weights_of(delta), theirs, rows, Replayed(replayed), settles=settles)
-    out = delta_rule(delta, weights_of(delta), held, rows, Replayed(replayed), settles=settles)
+    BY_TORCH[type(delta)](delta, weights_of(delta), theirs, rows, Replayed(replayed), settles=settles)
+    out = run_states(delta, weights_of(delta), held, rows, Replayed(replayed), settles=settles)
     assert out.dtype == dtype
     assert_close(out.double(), wanted, rtol=2 * torch.finfo(dtype).eps, atol=3e-5)
     assert_close(held.state.double(), after if settles else before, rtol=1e-5, atol=1e-5)
@@ -139,10 +166,10 @@ def test_outputs_and_states_are_those_of_the_formula_in_fp64(
 
 @pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("replayed", [0, 1, 5])
-def test_a_state_is_settled_without_new_rows(delta: DeltaRule, replayed: int) -> None:
+def test_a_state_is_settled_without_new_rows(delta: States, replayed: int) -> None:
     held, rows = some(delta, 0, torch.float32, replayed=replayed)
     theirs, (_, _, after) = copied(held), in_fp64(delta, held, rows, replayed)
-    for run, each in ((by_torch.delta_rule, theirs), (delta_rule, held)):
+    for run, each in ((BY_TORCH[type(delta)], theirs), (run_states, held)):
         assert run(delta, weights_of(delta), each, rows, Replayed(replayed), settles=True).shape == (0, delta.out_size)
     assert_close(held.state.double(), after, rtol=1e-5, atol=1e-5)
     assert held.inputs.view(torch.uint8).equal(theirs.inputs.view(torch.uint8))
@@ -155,7 +182,7 @@ def test_small_times_keep_their_digits() -> None:
     for time, rate in ((-18.0, -3e6), (-5.0, -20.0), (0.0, -1.0), (4.0, -0.1), (40.0, -0.01)):
         weights = RecurrenceWeights(torch.zeros(2, 6), torch.tensor([rate]), torch.tensor([time]), norm)
         held = Held(torch.ones(1, 2, 2), torch.zeros(3, delta.kept))
-        delta_rule(delta, weights, held, torch.zeros(1, sum(delta.parts)), Replayed(0), settles=True)
+        run_states(delta, weights, held, torch.zeros(1, sum(delta.parts)), Replayed(0), settles=True)
         wanted = (rate * torch.tensor(time).double().exp().log1p()).exp().expand(1, 2, 2)
         assert_close(held.state.double(), wanted, rtol=2e-6, atol=0)
 
@@ -169,7 +196,7 @@ class Tokens:
     rows: Tensor
     held: Held
     weights: RecurrenceWeights
-    rule: Callable[..., Tensor] = delta_rule
+    rule: Callable[..., Tensor] = run_states
     place: int = 0  # of the state
     length: int = 0
 
@@ -186,7 +213,7 @@ class Tokens:
         return out[:count]
 
 
-def tokens_of(delta: DeltaRule, dtype: torch.dtype) -> Tokens:
+def tokens_of(delta: States, dtype: torch.dtype) -> Tokens:
     held, rows = some(delta, 9, dtype)
     return Tokens(delta, rows, held, weights_of(delta))
 
@@ -206,7 +233,7 @@ def outputs(found: Tokens, acts: Sequence[tuple[str, int]]) -> tuple[Tensor, Hel
 
 
 @cache
-def alone(delta: DeltaRule, dtype: torch.dtype) -> tuple[Tensor, Held]:
+def alone(delta: States, dtype: torch.dtype) -> tuple[Tensor, Held]:
     """Of each token by itself."""
     return outputs(tokens_of(delta, dtype), [("pass", 1)] * 9)
 
@@ -227,7 +254,7 @@ DIVIDED = {
 @pytest.mark.parametrize("delta", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_token_has_its_bits_however_tokens_are_divided(
-    acts: list[tuple[str, int]], delta: DeltaRule, dtype: torch.dtype
+    acts: list[tuple[str, int]], delta: States, dtype: torch.dtype
 ) -> None:
     out, held = outputs(tokens_of(delta, dtype), acts)
     wanted, wanted_held = alone(delta, dtype)
@@ -242,7 +269,7 @@ def test_a_long_prefill_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(by_triton, "MOST_ROWS", most)
         held, rows = some(delta, 7, torch.float16, replayed=2)
         with counting() as launches:
-            out = delta_rule(delta, weights_of(delta), held, rows, Replayed(2), settles=True)
+            out = run_states(delta, weights_of(delta), held, rows, Replayed(2), settles=True)
         parts = -(-7 // most)
         assert launches == {"advance_states": parts, "finish_rows": parts}
         found[most] = [out, held.state, held.inputs[: delta.width - 1]]
@@ -253,9 +280,9 @@ def test_a_pass_is_two_launches_of_a_layer() -> None:
     delta = SHAPES["aligned"]
     held, rows = some(delta, 4, torch.bfloat16, replayed=3)
     with counting() as launches:
-        delta_rule(delta, weights_of(delta), held, rows, Replayed(3), settles=False)
+        run_states(delta, weights_of(delta), held, rows, Replayed(3), settles=False)
     assert launches == {"advance_states": 1, "finish_rows": 1}
-    assert GPU_KERNELS.recurrences[DeltaRule] is delta_rule
+    assert {*GPU_KERNELS.recurrences.values()} == {run_states}
 
 
 def test_rows_whose_places_a_program_would_take_for_aligned_ones_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +293,7 @@ def test_rows_whose_places_a_program_would_take_for_aligned_ones_are_copied(monk
         for first, stride in ((0, 0), (3, 16), (16, 16)):
             rows = torch.zeros(3, stride + sum(delta.parts))[:, first : first + sum(delta.parts)]
             held = some(delta, 0, torch.float32)[0]
-            delta_rule(delta, weights_of(delta), held, rows, Replayed(0), settles=False)
+            run_states(delta, weights_of(delta), held, rows, Replayed(0), settles=False)
             (advance, (*_, there, _, step, _, _, _)), (_, (_, passed, *_)) = given
             assert advance is delta_programs.ADVANCE[is_aligned(delta)]
             assert there.dtype == torch.int64
@@ -297,10 +324,17 @@ MUTANTS = {
     "keys are the neighbour's": ("head * KEY_HEADS // HEADS", "(head + 1) % HEADS * KEY_HEADS // HEADS"),
     "tiles begin at the first key head": ("(head + TILED) % KEY_HEADS", "head % KEY_HEADS"),
     "steps of a new row are its gates": ("place >= first_new, OUT, 0", "place > first_new, OUT, 0"),
-    "times are steps": ("tl.load(own + HEADS)", "tl.load(own)"),
+    "times are steps": ("tl.load(own + (1 - MAMBA) * HEADS)", "tl.load(own)"),
     "a token is read twice": (NEXT, NEXT.replace("stop - 1", "stop - 2")),
     "an output is of the state before": ("seen + tl.sum(query * key, 0) * update", "seen"),
-    "values have no taps": ("_convolved(value, value_taps)", "_silu(tl.sum(value.to(tl.float32), 0))"),
+    "values have no taps": ("_convolved(value, value_taps, value_bias)", "_silu(tl.sum(value.to(tl.float32), 0))"),
+    "a convolution without its bias": ("taps, 0) + bias)", "taps, 0))"),
+    "an update of Mamba-2 is not timed": ("update = waited * value", "update = value"),
+    "values of Mamba-2 do not pass the state": ("result += passed * value", "result += 0.0"),
+    "keys of Mamba-2 are normed": ("if MAMBA:\n                update", "if False:\n                update"),
+    "its norm comes before the gate": ("numbers *= _silu(gate)\n", "numbers *= 1.0\n"),
+    "its norm is of a whole row": ("0) / SIZE + EPS", "0) / (HEADS * VALUE_DIM) + EPS"),
+    "its factors are the first part's": ("(at if MAMBA else column)", "column"),
     "a gate of another head": (f"{GATE} + at", f"{GATE} + (at + VALUE_DIM) % (HEADS * VALUE_DIM)"),
     "gates of the first row": (GATE, "CHANNELS"),
     "the tail is shifted": (f"replayed + {TAIL}", f"replayed + {TAIL} + 1"),
@@ -322,7 +356,7 @@ def test_each_fault_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch,
     spec.loader.exec_module(edited)
     monkeypatch.setattr(by_triton, "ADVANCE", edited.ADVANCE)
     monkeypatch.setattr(by_triton, "FINISH", edited.FINISH)
-    assert not all(map(sees_no_fault, (SHAPES["tiled"], SHAPES["grouped"])))
+    assert not all(map(sees_no_fault, (SHAPES["tiled"], SHAPES["grouped"], SHAPES["mamba"])))
 
 
 def test_the_programs_have_the_text_of_each_fault() -> None:
@@ -337,14 +371,14 @@ def edited_source(old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-def sees_no_fault(delta: DeltaRule) -> bool:
+def sees_no_fault(delta: States) -> bool:
     """Whether outputs, states and what is held are near those of torch's operators, in passes and a prefill."""
     for replayed, count, settles, graph in ((2, 10, False, False), (1, 2, False, True), (0, 3, True, False)):
         held, rows = some(delta, count, torch.float32, replayed=replayed)
         theirs, there = copied(held), torch.tensor([replayed]) if graph else None
-        wanted = by_torch.delta_rule(delta, weights_of(delta), theirs, rows, Replayed(replayed), settles=settles)
+        wanted = BY_TORCH[type(delta)](delta, weights_of(delta), theirs, rows, Replayed(replayed), settles=settles)
         given = Replayed(9 if graph else replayed, there)
-        out = delta_rule(delta, weights_of(delta), held, rows, given, settles=settles)
+        out = run_states(delta, weights_of(delta), held, rows, given, settles=settles)
         if not (out - wanted).abs().max() < 1e-4 or not (held.state - theirs.state).abs().max() < 1e-4:
             return False
         if not held.inputs.view(torch.uint8).equal(theirs.inputs.view(torch.uint8)):

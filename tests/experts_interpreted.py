@@ -59,6 +59,7 @@ ROUTERS = {
     "sigmoids as they are": Experts(FeedForward(24), 6, 3, renormalised=False, scoring="sigmoid"),
     "biases, clamped gates": Experts(FeedForward(24, "clamped_silu", bias=True), 5, 2, bias="scores"),
     "factors, scaled scores, a norm of its own": Experts(FeedForward(24), 5, 2, score_scale=0.3, scaled=True),
+    "latents": Experts(FeedForward(24, "relu_squared", gated=False), 5, 2, latent=32),
     "a gate beside": Experts(FeedForward(24), 5, 2, gates_network=True),
 }
 by_torch = partial(twin.run_experts, multiply=product, blocks=None)

@@ -19,7 +19,7 @@ from kit.processor import before_a_guard, built, on_this_machine
 from offload.config.block import ShortConvolution
 from offload.kernels import convolution as twin
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence
-from test_delta import DTYPES, EXECUTORS, NUM_TOKENS, PASSES, ROOM, Scene, check_divided, edited
+from test_delta import DTYPES, EXECUTORS, NUM_TOKENS, PASSES, ROOM, Scene, check_divided, with_a_bug
 
 CONVOLUTIONS = {
     "lfm2": ShortConvolution(64),
@@ -169,7 +169,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_mistakes_are_found(bug: str) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
-        check_small(edited(twin, *BUGS[bug]).short_convolution)
+        check_small(with_a_bug(twin, *BUGS[bug]).short_convolution)
 
 
 def test_without_a_mistake_none_is_found() -> None:

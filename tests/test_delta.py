@@ -1,4 +1,5 @@
-"""The gated delta rule against its formula in fp64, and the claim that a row's bits depend on nothing beside it.
+"""The gated delta rule and Mamba-2 against their formulas in fp64, and the claim that a row's bits depend on nothing
+beside it.
 
 By torch's operators and by every instruction set of this machine, in every dtype.
 """
@@ -6,7 +7,7 @@ By torch's operators and by every instruction set of this machine, in every dtyp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad, softplus
 
 from kit.processor import before_a_guard, built, on_this_machine, threads
-from offload.config.block import DeltaRule, Norm
-from offload.kernels import delta as twin
+from offload.config.block import DeltaRule, Mamba2, Norm
+from offload.kernels import delta, mamba
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence
 
@@ -36,16 +37,33 @@ RULES = {
     "tiled heads": DeltaRule(3, 6, 16, 12, norm=NORM, tiled=0),
     "tiled heads of a later rank": DeltaRule(4, 6, 8, 16, norm=NORM, tiled=3),
 }
+STATES: dict[str, DeltaRule | Mamba2] = {
+    **RULES,
+    "mamba, four heads a group": Mamba2(2, 8, 16, 64, norm=NORM),
+    "mamba, odd sizes": Mamba2(1, 3, 13, 21, width=3, norm=NORM),
+    "mamba, several groups": Mamba2(3, 6, 8, 12, 2, norm=replace(NORM, eps=1e-2), taps_bias=False),
+    "mamba, without a norm": Mamba2(2, 2, 24, 12, norm=None),
+}
 ROOM = 64  # new rows that can be held
 
 
-def of(executor: str) -> RunRecurrence:
-    return twin.delta_rule if executor == "torch" else built(executor).recurrences[DeltaRule]
+Kind = type[DeltaRule | Mamba2]
+
+
+def of(executor: str, kind: Kind = DeltaRule) -> RunRecurrence:
+    if executor == "torch":
+        return delta.delta_rule if kind is DeltaRule else mamba.mamba2
+    return built(executor).recurrences[kind]
 
 
 @pytest.fixture(params=EXECUTORS)
 def executor(request: pytest.FixtureRequest) -> RunRecurrence:
     return of(request.param)
+
+
+@pytest.fixture(params=EXECUTORS)
+def executors(request: pytest.FixtureRequest) -> Callable[[DeltaRule | Mamba2], RunRecurrence]:
+    return lambda rule: of(request.param, type(rule))
 
 
 @dataclass(frozen=True)
@@ -61,51 +79,85 @@ class Scene:
         return Held(self.held.state.clone(), self.held.inputs.clone())
 
 
-def scene(rule: DeltaRule, dtype: torch.dtype, num_rows: int, *, seed: int = 0) -> Scene:
+def scene(rule: DeltaRule | Mamba2, dtype: torch.dtype, num_rows: int, *, seed: int = 0) -> Scene:
     """Rows are strided. Steps and times are of all sizes."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    is_mamba = isinstance(rule, Mamba2)
+    normed = rule.out_size if is_mamba else rule.value_dim
     weights = RecurrenceWeights(
         normal(rule.width, rule.channels) / 2,
         -normal(rule.num_heads).exp(),
         normal(rule.num_heads),
-        NormWeights(rule.norm, 1 + normal(rule.value_dim) / 4),
+        None if rule.norm is None else NormWeights(rule.norm, 1 + normal(normed) / 4),
+        normal(rule.channels) / 4 if isinstance(rule, Mamba2) and rule.taps_bias else None,
+        normal(rule.num_heads) if is_mamba else None,
     )
     held = Held(normal(*rule.state_shape) / 4, normal(rule.width - 1 + ROOM, rule.kept).to(dtype))
     rows = normal(num_rows, sum(rule.parts) + 3).to(dtype)[:, : sum(rule.parts)]
-    rows[:, -2 * rule.num_heads :] *= 3
-    held.inputs[:, -2 * rule.num_heads :] *= 3
+    of_heads = sum(rule.of_heads)
+    rows[:, -of_heads:] *= 3
+    held.inputs[:, -of_heads:] *= 3
     return Scene(rule, weights, held, rows)
 
 
 # The formula.
 
 
-def without_gates(rule: DeltaRule, rows: Tensor) -> Tensor:
+def without_gates(rule: DeltaRule | Mamba2, rows: Tensor) -> Tensor:
     return torch.cat([rows[:, : rule.channels], rows[:, rule.channels + rule.out_size :]], 1)
 
 
 def by_the_formula(
-    rule: DeltaRule, weights: RecurrenceWeights, state: Tensor, inputs: Tensor
+    rule: DeltaRule | Mamba2, weights: RecurrenceWeights, state: Tensor, inputs: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each token of inputs [width - 1 + n, kept]: (output [heads, value_dim], state), in fp64."""
+    channels = inputs[:, : rule.channels].double()
+    bias = None if weights.taps_bias is None else weights.taps_bias.double()
+    mixed = conv1d(channels.T, weights.taps.double().T[:, None], bias, groups=rule.channels).T
+    q, k, v = (mixed / (1 + (-mixed).exp())).split((rule.key_size, rule.key_size, rule.out_size), 1)
+    others = inputs[rule.width - 1 :, rule.channels :].double().split(rule.num_heads, 1)
+    if isinstance(rule, DeltaRule):
+        yield from of_the_delta_rule(rule, weights, state, (q, k, v), others)
+    else:
+        yield from of_mamba(rule, weights, state, (q, k, v), others[0])
+
+
+def of_mamba(
+    rule: Mamba2, weights: RecurrenceWeights, state: Tensor, mixed: tuple[Tensor, ...], times: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """Of the sum over all earlier tokens (section 2.3 of the paper): y_t = sum_s C_t B_s exp(A (D_s+1 + ... + D_t)) D_s
+    x_s + D x_t, each a term of its own."""
+    count, heads = len(times), rule.num_heads
+    steps = softplus(times + weights.time_bias.double())
+    owner = torch.arange(heads) // (heads // rule.num_key_heads)
+    c, b = (each.reshape(count, rule.num_key_heads, -1)[:, owner] for each in mixed[:2])
+    x, totals = mixed[2].reshape(count, heads, -1), (weights.decay.double() * steps).cumsum(0)
+    assert weights.skip is not None
+    for t in range(count):
+        after = totals[t].exp()[:, None, None] * state.double()
+        for s in range(t + 1):
+            share = (totals[t] - totals[s]).exp() * steps[s]
+            after = after + share[:, None, None] * b[s, :, :, None] * x[s, :, None, :]
+        yield torch.einsum("hk,hkv->hv", c[t], after) + weights.skip.double()[:, None] * x[t], after
+
+
+def of_the_delta_rule(
+    rule: DeltaRule, weights: RecurrenceWeights, state: Tensor, mixed: tuple[Tensor, ...], others: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
     """S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T and S_t q_t (section 3.1 of the paper, whose S
-    is the transpose of a state) in fp64, for each token of inputs [width - 1 + n, kept]: (output [heads, value_dim],
-    state)."""
-    heads, count = rule.num_heads, len(inputs) - rule.width + 1
-    channels = inputs[:, : rule.channels].double()
-    mixed = conv1d(channels.T, weights.taps.double().T[:, None], groups=rule.channels).T
-    mixed = mixed / (1 + (-mixed).exp())
-    q, k, v = mixed.split((rule.key_size, rule.key_size, rule.out_size), 1)
+    is the transpose of a state)."""
+    (q, k, v), (b, a), heads = mixed, others, rule.num_heads
+    count = len(v)
     owner = torch.arange(heads) // max(heads // rule.num_key_heads, 1)
     if rule.tiled is not None:
         owner = (torch.arange(heads) + rule.tiled) % rule.num_key_heads
     q, k = (x.reshape(count, rule.num_key_heads, rule.key_dim)[:, owner] for x in (q, k))
     q, k = (x / (x.square().sum(-1, keepdim=True) + rule.eps).sqrt() for x in (q, k))
     q, v = q / rule.key_dim**0.5, v.reshape(count, heads, rule.value_dim)
-    b, a = inputs[rule.width - 1 :, rule.channels :].double().split(heads, 1)
     beta = rule.steps / (1 + (-b).exp())
     alpha = (weights.decay.double() * softplus(a + weights.time_bias.double())).exp()
     transposed, one = state.double().transpose(1, 2), torch.eye(rule.key_dim, dtype=torch.float64)
@@ -126,8 +178,17 @@ def expected(
     outputs, states = zip(*by_the_formula(rule, scene.weights, held.state, inputs), strict=True)
     out = torch.stack(outputs[count:])
     gates = rows[:, rule.channels : rule.channels + rule.out_size].double().view(out.shape)
-    factors = gates / (1 + (-gates).exp()) * scene.weights.norm.weight.double()
-    normed = out / (out.square().mean(-1, keepdim=True) + rule.norm.eps).sqrt()
+    gates, norm = gates / (1 + (-gates).exp()), scene.weights.norm
+    if isinstance(rule, DeltaRule):
+        assert norm is not None
+        factors = gates * norm.weight.double()
+        normed = out / (out.square().mean(-1, keepdim=True) + rule.norm.eps).sqrt()
+    elif norm is None:
+        factors, normed = gates, out
+    else:
+        parts = (out * gates).flatten(1).unflatten(1, (rule.num_key_heads, -1))
+        normed = parts / (parts.square().mean(-1, keepdim=True) + norm.norm.eps).sqrt()
+        factors = norm.weight.double().view(rule.num_key_heads, -1).expand(normed.shape)
     at = count + len(rows) if settles else count
     state = states[at - 1] if at else held.state.double()
     kept = inputs[len(inputs) - before :] if settles else inputs[count:]
@@ -139,7 +200,7 @@ PASSES = [(1, 0, False), (1, 1, False), (2, 3, False), (17, 5, False), (64, 64, 
 
 
 def check_formula(
-    run: RunRecurrence, rule: DeltaRule, dtype: torch.dtype, passes: Sequence[tuple[int, int, bool]]
+    run: RunRecurrence, rule: DeltaRule | Mamba2, dtype: torch.dtype, passes: Sequence[tuple[int, int, bool]]
 ) -> None:
     """Outputs, states and held inputs."""
     for number, (num_rows, count, settles) in enumerate(passes):
@@ -156,19 +217,23 @@ def check_formula(
         assert torch.equal(held.inputs, inputs)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", STATES)
 def test_outputs_states_and_what_is_held_are_those_of_the_formula(
-    executor: RunRecurrence, rule: str, dtype: torch.dtype
+    executors: Callable[[DeltaRule | Mamba2], RunRecurrence], rule: str, dtype: torch.dtype
 ) -> None:
-    check_formula(executor, RULES[rule], dtype, PASSES)
+    check_formula(executors(STATES[rule]), STATES[rule], dtype, PASSES)
+
+
+REAL = (DeltaRule(1, 3, 128, 128, norm=NORM), Mamba2(1, 3, 128, 64, norm=NORM))
 
 
 @pytest.mark.parametrize("name", on_this_machine())
-def test_real_sizes(name: str) -> None:
-    """Heads of 128 x 128, of which every kernel has its own blocks of columns."""
-    check_formula(of(name), DeltaRule(1, 3, 128, 128, norm=NORM), torch.bfloat16, [(1, 1, False), (20, 3, False)])
+@pytest.mark.parametrize("rule", REAL, ids=lambda rule: type(rule).__name__)
+def test_real_sizes(name: str, rule: DeltaRule | Mamba2) -> None:
+    """Heads of 128 x 128 and 128 x 64, of which every kernel has its own blocks of columns."""
+    check_formula(of(name, type(rule)), rule, torch.bfloat16, [(1, 1, False), (20, 3, False)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,6 +241,7 @@ def test_a_norm_of_the_rows_dtype(dtype: torch.dtype) -> None:
     """The kernels round once, whichever it is."""
     for name in on_this_machine():
         made = scene(RULES["odd sizes"], dtype, 3)
+        assert made.weights.norm is not None
         weight = made.weights.norm.weight.to(dtype)
         outputs = []
         for norm in (NormWeights(replace(NORM, fp32=False), weight), NormWeights(NORM, weight.float())):
@@ -200,7 +266,7 @@ def settled(run: RunRecurrence, made: Scene, counts: Sequence[int]) -> tuple[Ten
     return torch.cat(outputs), states
 
 
-def check_bits(run: RunRecurrence, rule: DeltaRule, dtype: torch.dtype, seeds: Sequence[int]) -> None:
+def check_bits(run: RunRecurrence, rule: DeltaRule | Mamba2, dtype: torch.dtype, seeds: Sequence[int]) -> None:
     check_divided(run, scene(rule, dtype, NUM_TOKENS), seeds)
 
 
@@ -234,18 +300,19 @@ def check_divided(run: RunRecurrence, made: Scene, seeds: Sequence[int]) -> None
             done, count = done + accepted, 0 if settles else accepted
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", STATES)
 def test_bits_are_the_same_in_any_passes_with_any_replays(
-    executor: RunRecurrence, rule: str, dtype: torch.dtype
+    executors: Callable[[DeltaRule | Mamba2], RunRecurrence], rule: str, dtype: torch.dtype
 ) -> None:
-    check_bits(executor, RULES[rule], dtype, range(3))
+    check_bits(executors(STATES[rule]), STATES[rule], dtype, range(3))
 
 
 @pytest.mark.parametrize("name", on_this_machine())
-def test_bits_of_real_sizes(name: str) -> None:
-    check_bits(of(name), DeltaRule(1, 2, 128, 128, norm=NORM), torch.bfloat16, range(2))
+@pytest.mark.parametrize("rule", REAL, ids=lambda rule: type(rule).__name__)
+def test_bits_of_real_sizes(name: str, rule: DeltaRule | Mamba2) -> None:
+    check_bits(of(name, type(rule)), rule, torch.bfloat16, range(2))
 
 
 # Functions of single numbers, which a state of one number shows.
@@ -308,20 +375,20 @@ def test_what_is_no_number_is_passed_on_to_later_rows_alone(name: str, value: fl
 
 @pytest.mark.parametrize("name", on_this_machine())
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", STATES)
 def test_nothing_is_read_or_written_past_the_end_of_memory(name: str, rule: str, dtype: torch.dtype) -> None:
-    made = scene(RULES[rule], dtype, 5)
-    kept, weights = made.rule.width - 1 + 5, made.weights
-    tensors = [made.held.state, made.held.inputs[:kept], made.rows.contiguous(), weights.taps, weights.decay]
+    made = scene(STATES[rule], dtype, 5)
+    kept, weights, run = made.rule.width - 1 + 5, made.weights, of(name, type(made.rule))
     with ExitStack() as stack:
-        state, inputs, rows, taps, decay, bias, norm = (
-            stack.enter_context(before_a_guard(each.contiguous()))
-            for each in (*tensors, weights.time_bias, weights.norm.weight)
-        )
-        guarded = RecurrenceWeights(taps, decay, bias, NormWeights(NORM, norm))
-        found = of(name)(made.rule, guarded, Held(state, inputs), rows, Replayed(2), settles=False)
-    held = made.copy()
-    assert torch.equal(found, of(name)(made.rule, weights, held, made.rows, Replayed(2), settles=False))
+
+        def guarded(each: Tensor) -> Tensor:
+            return stack.enter_context(before_a_guard(each.contiguous()))
+
+        own = {key: guarded(each) for key, each in vars(weights).items() if isinstance(each, Tensor)}
+        norm = weights.norm and replace(weights.norm, weight=guarded(weights.norm.weight))
+        held = Held(guarded(made.held.state), guarded(made.held.inputs[:kept]))
+        found = run(made.rule, replace(weights, norm=norm, **own), held, guarded(made.rows), Replayed(2), settles=False)
+    assert torch.equal(found, run(made.rule, weights, made.copy(), made.rows, Replayed(2), settles=False))
 
 
 def test_what_is_around_the_held_rows_stays(executor: RunRecurrence) -> None:
@@ -343,7 +410,7 @@ BUGS = {
     "a settled state is not kept": ("held.state if settles else held.state.clone()", "held.state.clone()"),
     "the rows before the first new one are too early": ("held.inputs[count : before + count]", "held.inputs[:before]"),
     "only the last rows are held": ("inputs[-before:] if settles else inputs", "inputs[-before:]"),
-    "the gate of another head": ("_silu(gates.float())", "_silu(gates.float()).roll(1, 1)"),
+    "the gate of another head": ("silu(gates)", "silu(gates).roll(1, 1)"),
     "a gate is held": ("torch.cat([mixed, others], 1)", "torch.cat([mixed[:, 1:], gates[:, :1], others], 1)"),
     "the decay comes after the update": ("state *= decays[token]", "state *= decays[token - 1] if token else 1"),
     "an update of the state before its decay": ("key @ state", "key @ (state / decays[token])"),
@@ -353,20 +420,31 @@ BUGS = {
     "steps end at 1": ("delta.steps / _grown", "1 / _grown"),
     "the decays of other heads": ("decays = (weights.decay *", "decays = (weights.decay.flip(0) *"),
     "value heads take turns": (
-        "delta.key_heads", "[head % delta.num_key_heads for head in range(delta.num_heads)]",
+        "(states.key_heads,", "([head % states.num_key_heads for head in range(states.num_heads)],",
     ),
-    "queries are not scaled": (".mul_(key_dim**-0.5)", ""),
+    "queries are not scaled": (".mul_(delta.key_dim**-0.5)", ""),
     "no epsilon below the norm of keys": ("keepdim=True) + delta.eps)", "keepdim=True))"),
     "taps are the other way around": ("enumerate(weights.taps)", "enumerate(weights.taps.flip(0))"),
     "a sum over all rows": ("square().sum(2, keepdim=True)", "square().sum((0, 2), keepdim=True)"),
 }  # fmt: skip
 
 
-def with_a_bug(old: str, new: str) -> RunRecurrence:
-    return edited(twin, old, new).delta_rule  # type: ignore[no-any-return]
+BUGS_OF_MAMBA = {
+    "a state decays after its update": ("state *= decays[token]", "state *= decays[token - 1] if token else 1"),
+    "keys are not timed": ("(steps[token].unsqueeze(1) * value)", "value"),
+    "groups take turns": ("for_heads(mamba, k)", "for_heads(mamba, k).roll(2, 1)"),
+    "a time step is cut below": (
+        "softplus(times + weights.time_bias)", "softplus(times + weights.time_bias).clamp(min=0.001)"
+    ),
+    "nothing passes the state": (" + skip * value", ""),
+    "a value passes it untimed by its head": ("weights.skip.unsqueeze(1)", "weights.skip.flip(0).unsqueeze(1)"),
+    "the norm comes before the gate": ("out.mul_(silu(gates)).flatten(1)", "out.flatten(1)"),
+    "a norm of the whole row": ("(mamba.num_key_heads, -1)", "(1, -1)"),
+    "a norm without its epsilon": (" + weights.norm.norm.eps", ""),
+}  # fmt: skip
 
 
-def edited(twin: ModuleType, old: str, new: str) -> ModuleType:
+def with_a_bug(twin: ModuleType, old: str, new: str) -> ModuleType:
     """The module with `old`, which its source has once, replaced."""
     source = Path(str(twin.__file__)).read_text(encoding="utf-8")
     assert source.count(old) == 1
@@ -381,14 +459,28 @@ def edited(twin: ModuleType, old: str, new: str) -> ModuleType:
 @pytest.mark.parametrize("bug", BUGS)
 def test_mistakes_are_found(bug: str) -> None:
     with pytest.raises(AssertionError):
-        check_small(with_a_bug(*BUGS[bug]))
+        check_small(with_a_bug(delta, *BUGS[bug]).delta_rule)
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("bug", BUGS_OF_MAMBA)
+def test_mistakes_of_mamba_are_found(bug: str) -> None:
+    with pytest.raises(AssertionError):
+        check_small_mamba(with_a_bug(mamba, *BUGS_OF_MAMBA[bug]).mamba2)
 
 
 def test_without_a_mistake_none_is_found() -> None:
-    check_small(twin.delta_rule)
+    check_small(delta.delta_rule)
+    check_small_mamba(mamba.mamba2)
 
 
 def check_small(run: RunRecurrence) -> None:
     rule = replace(RULES["three value heads a key head"], key_dim=8, value_dim=9, steps=2.0, eps=1e-2)
+    check_formula(run, rule, torch.float32, PASSES[:5] + PASSES[6:7])
+    check_bits(run, rule, torch.float32, [1, 2])
+
+
+def check_small_mamba(run: RunRecurrence) -> None:
+    rule = Mamba2(2, 4, 8, 9, norm=replace(NORM, eps=1e-2))
     check_formula(run, rule, torch.float32, PASSES[:5] + PASSES[6:7])
     check_bits(run, rule, torch.float32, [1, 2])

@@ -40,6 +40,7 @@ MIXTURES = {
     "one of many": Experts(FeedForward(16, "gelu_tanh"), 37, 1),
     "all in use": Experts(FeedForward(80, "relu_squared", gated=False), 4, 4),
     "biases": Experts(FeedForward(24, bias=True), 5, 2),
+    "latents": Experts(FeedForward(80, "relu_squared", gated=False), 7, 3, latent=32),
 }
 STORED = ("Q4_0", "Q8_0", "INT4_F16/32", "FP8_F32/32")
 Run = Callable[..., Tensor]
@@ -65,7 +66,7 @@ def config_of(experts: Experts, *encodings: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Scene:
-    """A layer's experts, and rows before them."""
+    """A layer's experts, and rows before them. Latents are the first numbers of rows."""
 
     experts: Experts
     router: Router
@@ -78,8 +79,9 @@ class Scene:
         return Mixture(self.experts, self.router, self.norm)
 
     def by(self, run: Run, rows: Tensor | None = None, **others: object) -> Tensor:
-        rows = self.rows if rows is None else rows
-        return run(self.mixture, self.homes, rows.contiguous(), **others)
+        rows = (self.rows if rows is None else rows).contiguous()
+        latents = {"latents": rows[:, : self.experts.latent].contiguous()} if self.experts.latent else {}
+        return run(self.mixture, self.homes, rows, **latents, **others)
 
 
 def scene(experts: Experts, dtype: torch.dtype, num_rows: int, *encodings: str, seed: int = 0) -> Scene:
@@ -114,6 +116,7 @@ def by_the_formula(scene: Scene) -> Tensor:
     weights, found = powers.topk(experts.used)
     if experts.renormalised:
         weights = weights / weights.sum(1, keepdim=True)
+    rows = scene.rows[:, : experts.latent].double() if experts.latent else rows
     out = torch.zeros_like(rows)
     for row, (own, shares) in enumerate(zip(found.tolist(), weights.tolist(), strict=True)):
         for expert, share in zip(own, shares, strict=True):

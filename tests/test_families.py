@@ -42,7 +42,9 @@ from offload.config.block import (
     DeltaRule,
     Experts,
     FeedForward,
+    Mamba2,
     Mixer,
+    NoMixer,
     Norm,
     Recurrence,
     ShortConvolution,
@@ -67,7 +69,7 @@ IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
 MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
-CONVOLVED = ("lfm2", "lfm2_moe", "lfm3")
+RECURRING = ("nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -550,6 +552,14 @@ FLAGS: dict[str, Change] = {
     "convolution.taps_bias": _recurrence(ShortConvolution, taps_bias=lambda own: not own.taps_bias),
     "convolution.bias": _recurrence(ShortConvolution, bias=lambda own: not own.bias),
     "convolution.out_bias": _recurrence(ShortConvolution, out_bias=lambda own: not own.out_bias),
+    "mamba.taps_bias": _recurrence(Mamba2, taps_bias=lambda own: not own.taps_bias),
+    "mamba.bias": _recurrence(Mamba2, bias=lambda own: not own.bias),
+    "mamba.norm": _recurrence(Mamba2, norm=lambda own: None),
+    "mamba.eps": _recurrence(Mamba2, norm=lambda own: own.norm and replace(own.norm, eps=30.0)),
+    "mamba.groups": _recurrence(Mamba2, num_key_heads=lambda own: 1 if own.num_key_heads > 1 else 2),
+    "a network in each layer": _block(
+        feed_forward=lambda block: block.feed_forward if block.has_network else replace(block.feed_forward, size=48)
+    ),
     "embedding_norm": lambda config: replace(config, embedding_norm=None if config.embedding_norm else Norm()),
     "a window that is longer by one": _attention(window=lambda own: own.window and own.window + 1),
     "attention.bias": _attention(bias=lambda own: not own.bias),
@@ -598,6 +608,7 @@ FLAGS: dict[str, Change] = {
     "floored": _experts(floored=lambda own: not own.floored, eps=lambda own: 5.0),
     "scales_sum": _experts(factor=lambda own: 2 * own.factor, scales_sum=lambda own: not own.scales_sum),
     "averaged": _experts(averaged=lambda own: not own.averaged),
+    "latents": _experts(latent=lambda own: 0 if own.latent else 16),
     "without the network beside experts": _block(
         feed_forward=lambda block: replace(block.feed_forward, size=0) if block.experts else block.feed_forward
     ),
@@ -640,6 +651,8 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
         config.experts and config.experts.renormalised and config.experts.scoring == "sigmoid"
     ):
         return config.experts is not None and config.experts.needs_softmax
+    if flag == "side_by_side" and any(isinstance(each.mixer, NoMixer) for each in config.blocks):
+        return False
     if flag == "averaged":
         sums = [each for each in config.blocks if each.experts and each.feed_forward.size]
         return any(not (each.joins_normed or each.after_feed_forward) for each in sums)
@@ -727,7 +740,7 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 @pytest.mark.few(6)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES, *CONVOLVED]
+    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES, *RECURRING]
 )
 def test_forty_tokens_after_prompts_about_a_block_are_those_of_transformers(
     pairs: Callable[[str], Pair], name: str, length: int

@@ -116,6 +116,25 @@ UNLIKE: dict[str, tuple[str, ...]] = {
     "minimax-m2": (*UNCASED,),
     "tekken": (*UNCASED,),
 }
+GRANITE: dict[str, object] = {key: value for key, value in WIDE.items() if key != "head_dim"}
+MAMBA: dict[str, dict[str, object]] = {
+    "nemotron_h": {
+        **MIXED,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "moe_shared_expert_intermediate_size": 32,
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+    },
+    "nemotron_h, dense": {**WIDE, "mamba_num_heads": 8, "mamba_head_dim": 16, "use_bias": False, "use_conv_bias": True},
+    "granitemoehybrid": {**GRANITE, "mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 32},
+    "granitemoehybrid, dense": {
+        **GRANITE,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+    },
+}
 REAL = "TRIFORCE_TEST_LLAMA_CPP"  # the folder of an environment that has xllamacpp
 
 
@@ -393,6 +412,13 @@ class TestWheel:
             pytest.skip(f"{REAL} names no environment that has xllamacpp")
         fields = {"vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 16}
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **fields), length)
+
+    @pytest.mark.parametrize("name", MAMBA)
+    @pytest.mark.parametrize("length", [3, 150])
+    def test_llama_cpp_writes_what_we_write_of_mamba_2(self, tmp_path, length, name):
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **MAMBA[name]), length)
 
 
 def assert_same_text(environment: str, folder: Path, length: int, **form: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from offload.config.rope import Rope
 
@@ -19,6 +19,7 @@ Scoring = Literal["softmax", "sigmoid"]
 RouterBias = Literal["none", "scores", "ranks"]
 Rounded = Literal["none", "scores", "shares"]
 MOST_GROUPS = 64  # of experts
+_GATE = 3  # of `HeadStates.parts`
 
 
 @dataclass(frozen=True)
@@ -111,32 +112,21 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class DeltaRule:
-    """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464): a mixer with a recurrent state instead of
-    keys and values. Each of `num_heads` value heads has a state [key_dim, value_dim]; each of `num_key_heads` key heads
-    serves neighbouring value heads. width: taps of the causal convolution over queries, keys and values. norm: of each
-    head's output. steps: the largest step (beta) of an update. eps: in the division of queries and keys by their l2
-    norm. tiled: None, or value head h is served by key head (h + tiled) % num_key_heads.
-    """
+class HeadStates:
+    """The sizes of a mixer with a recurrent state [key_dim, value_dim] in each of `num_heads` value heads, instead of
+    keys and values of all tokens. Each of `num_key_heads` key heads serves neighbouring value heads. width: taps of the
+    causal convolution over queries, keys and values."""
 
     num_key_heads: int
     num_heads: int
     key_dim: int
     value_dim: int
     width: int = 4
-    norm: Norm = field(default_factory=Norm)
-    steps: float = 1.0
-    eps: float = 1e-6
-    tiled: int | None = None
-    bias: bool = False  # no projection has one
-    out_bias: bool = False
 
     @property
     def key_heads(self) -> tuple[int, ...]:
         """The key head of each value head."""
-        if self.tiled is None:
-            return tuple(head * self.num_key_heads // self.num_heads for head in range(self.num_heads))
-        return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
+        return tuple(head * self.num_key_heads // self.num_heads for head in range(self.num_heads))
 
     @property
     def key_size(self) -> int:
@@ -154,29 +144,89 @@ class DeltaRule:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Output sizes of the fused projection: queries, keys, values, gate, and by head the steps and the decays."""
-        return (self.key_size, self.key_size, self.out_size, self.out_size, self.num_heads, self.num_heads)
+        """Output sizes of the fused projection: queries, keys, values, gate, and the numbers of each head."""
+        return (self.key_size, self.key_size, self.out_size, self.out_size, *self.of_heads)
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """Sizes of the parts with a number for each head: the times, from which the decays follow."""
+        return (self.num_heads,)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the fp32 vectors besides norms, by name: the taps of the convolution, the decay of each head
+        (-exp(A_log)) and the bias of its time."""
+        return {"taps": (self.width, self.channels), "decay": (self.num_heads,), "time_bias": (self.num_heads,)}
 
     @property
     def kept(self) -> int:
         """Numbers of a projected row on which later states depend: all but the gate."""
-        return self.channels + 2 * self.num_heads
+        return self.channels + sum(self.of_heads)
 
     @property
     def kept_parts(self) -> tuple[int, ...]:
         """The parts of which these numbers are."""
-        return 0, 1, 2, 4, 5
+        return tuple(part for part in range(len(self.parts)) if part != _GATE)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """The shape of a layer's state, in fp32."""
         return self.num_heads, self.key_dim, self.value_dim
 
+
+@dataclass(frozen=True)
+class DeltaRule(HeadStates):
+    """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464). norm: of each head's output. steps: the
+    largest step (beta) of an update. eps: in the division of queries and keys by their l2 norm. tiled: None, or value
+    head h is served by key head (h + tiled) % num_key_heads.
+    """
+
+    norm: Norm = field(default_factory=Norm)
+    steps: float = 1.0
+    eps: float = 1e-6
+    tiled: int | None = None
+    bias: bool = False  # no projection has one
+    out_bias: bool = False
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        if self.tiled is None:
+            return super().key_heads
+        return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """Sizes of the parts with a number for each head: the steps, and the times, from which the decays follow."""
+        return self.num_heads, self.num_heads
+
+    @property
+    def norm_size(self) -> int:
+        """Numbers of the norm's weight, which all heads share."""
+        return self.value_dim
+
+
+@dataclass(frozen=True)
+class Mamba2(HeadStates):
+    """Mamba-2 of one layer (Dao and Gu 2024, arXiv 2405.21060), whose B are the keys, C the queries and x the values: a
+    group has a key head. A state decays and has a token's key and value added, times its time step; the output is the
+    state's for the query, plus the value times a number of its head (D). taps_bias: of the convolution. norm: of the
+    output times its activated gate, by group; None: there is none."""
+
+    norm: Norm | None = field(default_factory=Norm)
+    taps_bias: bool = True
+    bias: bool = False
+    out_bias: bool = False
+
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its fp32 tensors besides the norm, by name: the taps of the convolution, the decay of each head
-        (-exp(A_log)) and the bias of its time."""
-        return {"taps": (self.width, self.channels), "decay": (self.num_heads,), "time_bias": (self.num_heads,)}
+        """As `HeadStates.vectors`, with the bias of the convolution and each head's factor of its values (D)."""
+        bias = {"taps_bias": (self.channels,)} if self.taps_bias else {}
+        return super().vectors | bias | {"skip": (self.num_heads,)}
+
+    @property
+    def norm_size(self) -> int:
+        """Numbers of the norm's weight."""
+        return self.out_size
 
 
 @dataclass(frozen=True)
@@ -192,6 +242,7 @@ class ShortConvolution:
     taps_bias: bool = False
 
     norm = None  # of outputs: there is none
+    norm_size = 0
     value_dim = 1  # of a head, which is a channel
 
     @property
@@ -234,13 +285,23 @@ class ShortConvolution:
         return {"taps": (self.width, self.size)} | ({"taps_bias": (self.size,)} if self.taps_bias else {})
 
 
-Recurrence = DeltaRule | ShortConvolution  # the mixers with a recurrent state
-Mixer = Attention | Recurrence
+@dataclass(frozen=True)
+class NoMixer:
+    """The mixer of a layer that is a network alone."""
+
+    parts: ClassVar[tuple[int, ...]] = (0,)
+    out_size: ClassVar[int] = 0
+    bias: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = False
+
+
+Recurrence = DeltaRule | Mamba2 | ShortConvolution  # the mixers with a recurrent state
+Mixer = Attention | Recurrence | NoMixer
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward network. size: of its inner rows; 0 where there is none, in a layer with experts alone. gated:
+    """A feed-forward network. size: of its inner rows; 0 where a layer has none. gated:
     down(activation(gate) * up), else down(activation(up))."""
 
     size: int
@@ -264,7 +325,10 @@ class Experts:
     `eps` or more if `floored`; multiplied by `factor`, unless that multiplies the sum over experts (`scales_sum`), and
     by the expert's own factor if `scaled`. The sum of a softmax's largest shares is never small, and has no eps.
     rounded: scores, or scores and shares, are rounded to the dtype of the rows. gates_network: a further score, whose
-    sigmoid multiplies the output of the network beside the experts. averaged: of both outputs the mean is taken."""
+    sigmoid multiplies the output of the network beside the experts. averaged: of both outputs the mean is taken.
+
+    latent: if not 0, the experts read rows of so many numbers, which a matrix of the layer makes of its rows, and
+    another matrix makes the layer's rows of their sum."""
 
     network: FeedForward
     count: int
@@ -285,6 +349,11 @@ class Experts:
     scales_sum: bool = False
     rounded: Rounded = "none"
     averaged: bool = False
+    latent: int = 0
+
+    def row_size(self, hidden_size: int) -> int:
+        """Numbers of the rows that experts read and make."""
+        return self.latent or hidden_size
 
     @property
     def num_scores(self) -> int:
@@ -307,29 +376,31 @@ class Experts:
 class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
-    any, ups and downs; all experts of a layer have the same. () if all are plain. input_gate, input_out: of a layer
-    with an input."""
+    any, ups and downs; all experts of a layer have the same. latents: of the matrices before and behind experts.
+    input_gate, input_out: of a layer with an input. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
     gate_up: tuple[str, ...] = ()
     down: str = ""
     experts: tuple[str, ...] = ()
+    latents: tuple[str, ...] = ()
     input_gate: str = ""
     input_out: str = ""
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, self.input_gate, self.input_out)
+        own = (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, *self.latents)
+        return (*own, self.input_gate, self.input_out)
 
 
 @dataclass(frozen=True)
 class Block:
     """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network, the mixture of
-    experts, or the sum of both. A norm of None is left out. side_by_side: both parts read the same norm of the same x,
-    `before_attention`. multiplied: x is multiplied by a factor from the checkpoint at the end. encodings: of its
-    matrices. digested_as: the name in digests of sessions, which older programs wrote.
+    experts, or the sum of both. A layer may lack either. A norm of None is left out. side_by_side: both parts read the
+    same norm of the same x, `before_attention`. multiplied: x is multiplied by a factor from the checkpoint at the end.
+    encodings: of its matrices. digested_as: the name in digests of sessions, which older programs wrote.
 
     Experts and their router read the rows that the network reads, unless they have norms of their own, before_experts
     and before_router. after_experts, after_network: norms of both outputs before their sum, in a layer that has both.
@@ -365,7 +436,7 @@ class Block:
     @property
     def recurrence(self) -> Recurrence:
         """The mixer of a layer with a state."""
-        assert not isinstance(self.mixer, Attention), "a layer that attends has no state"
+        assert isinstance(self.mixer, Recurrence), "a layer without a recurrence has no state"
         return self.mixer
 
     @property
@@ -373,6 +444,28 @@ class Block:
         return isinstance(self.mixer, Attention)
 
     @property
+    def recurs(self) -> bool:
+        return isinstance(self.mixer, Recurrence)
+
+    @property
+    def has_mixer(self) -> bool:
+        return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def has_network(self) -> bool:
+        """Whether there are a feed-forward network or experts."""
+        return self.feed_forward.size > 0 or self.experts is not None
+
+    @property
     def joins_normed(self) -> bool:
         """Whether the outputs of network and experts are normed before their sum."""
         return self.after_network is not None or self.after_experts is not None
+
+    @property
+    def has_latents(self) -> bool:
+        return self.experts is not None and self.experts.latent > 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether the outputs of network and experts are summed by a step of its own, over the ranks first."""
+        return self.joins_normed or (self.has_latents and self.feed_forward.size > 0)

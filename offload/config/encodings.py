@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings
-from offload.config.matrices import Matrix, expert_matrices, layer_parts
+from offload.config.matrices import LATENTS, Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
 from offload.config.next_token import head_of
@@ -52,6 +52,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
         of_operators |= {"input_gate": (names.input_gate,), "input_out": (names.input_out,)}
+        of_operators |= dict(zip(LATENTS, [(name,) for name in names.latents], strict=False))
         for operator, own_parts in parts.items():
             for name, part in zip(of_operators[operator], own_parts, strict=True):
                 if part.outputs and part.inputs:
@@ -71,26 +72,30 @@ def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
 @dataclass(frozen=True)
 class _MatrixNames:
     """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
-    of its parts. experts: the names for all experts of each of their matrices."""
+    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none."""
 
     qkv: tuple[str, ...]
     o: str
     gate_up: tuple[str, ...]
     down: str
     experts: tuple[tuple[str, ...], ...]
+    latents: tuple[str, ...]
     input_gate: str
     input_out: str
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        inner, out = block.feed_forward, names.out if block.attends else names.recurrence.out
-        qkv = _attention(block.attention, names) if block.attends else [*names.recurrence.parts]
+        inner, out = block.feed_forward, names.recurrence.out if block.recurs else names.attention + names.out
+        qkv = [*names.recurrence.parts[: len(block.mixer.parts)]]
+        qkv = _attention(block.attention, names) if block.attends else qkv
         gate, up, down = names.network(block)
         gate_up = [gate, up] if inner.gated else [up]
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down])]
+        latents = [names.experts.to_latent, names.experts.from_latent] if block.has_latents else []
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents)]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
         of_input = (f"{names.input_gate}.weight", f"{names.input_out}.weight")
-        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts, *of_input)
+        of_layer = tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0]
+        return cls(*of_layer, experts, tuple(weights[4]), *of_input)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -102,7 +107,8 @@ def _of_experts(name: str, block: Block) -> tuple[str, ...]:
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
     """The names of the matrices of an attention's projections."""
     letters = "q" if attention.shares else "qk" if attention.values_are_keys else "qkv"
-    return [names.fused_qkv or f"self_attn.{letter}_proj" for letter in letters] + [names.gate] * attention.gate
+    gate = [names.gate] * attention.gate
+    return [names.fused_qkv or f"{names.attention}{letter}_proj" for letter in letters] + gate
 
 
 def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callable[[str], str]) -> Encodings:
@@ -113,11 +119,12 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
 
     stored, has_network = _MatrixNames.of(block, names), block.feed_forward.size > 0
     found = Encodings(
-        tuple(map(of, stored.qkv)),
-        of(stored.o),
+        tuple(map(of, stored.qkv)) if block.has_mixer else (),
+        of(stored.o) if block.has_mixer else "",
         tuple(map(of, stored.gate_up)) if has_network else (),
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
+        tuple(map(of, stored.latents)),
         of(stored.input_gate) if block.input_size else "",
         of(stored.input_out) if block.input_size else "",
     )

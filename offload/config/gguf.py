@@ -8,10 +8,11 @@ architecture (its conversion/*.py): rows of q and k that are rotated as neighbou
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, DeltaRule, Norm
+from offload.config.block import Attention, Block, DeltaRule, HeadStates, Norm
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
@@ -22,11 +23,12 @@ from offload.config.gguf_layers import INNER, KV_HEADS
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
-from offload.config.names import RecurrenceNames
+from offload.config.names import RecurrenceNames, TensorNames
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of plain numbers, with their bytes
+_GATE = re.compile(r"\.ffn_gate(?:_shexp)?\.weight$")
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -36,12 +38,12 @@ def gguf_config(header: Header) -> ModelConfig:
     config = config_of(_fields(header, architecture), name=str(header.path))
     if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
         config = replace(config, next_token=None)
-    config = replace(_stacked(with_factors(values, config), header), suppressed=values.suppressed())
+    config = replace(_apart(_stacked(with_factors(values, config), header), header), suppressed=values.suppressed())
     if architecture.neighbours or (architecture.halves_sections and values.has_sections()):
         config = with_rope(config, neighbours=architecture.neighbours)
     if architecture.has_one:
         config = _with_one(config)
-    if isinstance(config.recurrence, DeltaRule):
+    if isinstance(config.recurrence, HeadStates):
         config = _with_states(config, header, tiled=architecture.tiled)
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
@@ -162,6 +164,14 @@ def _stacked(config: ModelConfig, header: Header) -> ModelConfig:
     parts |= dict.fromkeys(("gate", "up"), "mlp.experts.gate_up_proj") if fused else {}
     names = replace(config.names.experts, **parts, alternate=False, by_inputs=False)
     return replace(config, names=replace(config.names, experts=names))
+
+
+def _apart(config: ModelConfig, header: Header) -> ModelConfig:
+    """`config` for gates and ups in tensors of their own, where folders have them in one."""
+    if not config.names.fused_gate_up or not any(_GATE.search(name) for name in header.tensors):
+        return config
+    default = TensorNames()
+    return replace(config, names=replace(config.names, fused_gate_up="", up=default.up, down=default.down))
 
 
 def _with_one(config: ModelConfig) -> ModelConfig:

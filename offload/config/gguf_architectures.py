@@ -33,6 +33,7 @@ from offload.config.gguf_experts import (
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
+from offload.config.gguf_mamba import GRANITE_HYBRID, NEMOTRON_H, granitehybrid, nemotron_h
 from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
 
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
@@ -86,6 +87,10 @@ def _granite(values: Metadata, common: Mapping[str, object]) -> Fields:
     found = {field: value for field, key in named.items() if (value := values.optional(key)) is not None}
     heads = {} if "attention_multiplier" in found else {"attention_multiplier": number(common, "head_dim") ** -0.5}
     return {**_biases(values, common), **found, **heads}
+
+
+def _granitehybrid(values: Metadata, common: Mapping[str, object]) -> Fields:
+    return granitehybrid(values, common, _granite(values, common))
 
 
 def _cohere(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -215,5 +220,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", qwen2moe, reads=QWEN2MOE),
     "lfm2": Architecture("lfm2", lfm2, norm_field="norm_eps", reads=CONVOLUTIONS),
     "lfm2moe": Architecture("lfm2_moe", lfm2moe, norm_field="norm_eps", reads=LFM2MOE),
+    "nemotron_h": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
+    "nemotron_h_moe": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
+    "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, neighbours=True, reads=_SCALES | GRANITE_HYBRID),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

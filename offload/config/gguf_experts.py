@@ -9,7 +9,7 @@ from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, 
 from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
 from offload.fields import whole
 
-_SHARED_SIZE, _SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
+SHARED_SIZE, _SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
 _DENSE, _SCORING = "leading_dense_block_count", "expert_gating_func"
 _SCALE, _RENORMALISED = "expert_weights_scale", "expert_weights_norm"
 _GROUPS = ("expert_group_count", "expert_group_used_count")
@@ -18,14 +18,14 @@ _STEP = "interleave_moe_layer_step"
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of scores; 0 is the architecture's own
 EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
 GPT_OSS = EXPERTS | WINDOWS
-QWEN35MOE = EXPERTS | STATES | {_SHARED_SIZE}
-_SIGMOIDS = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS}
-GLM4MOE = _SIGMOIDS | {"nextn_predict_layers"}
-EXAONE_MOE = GLM4MOE | WINDOWS | {_SHARED_SIZE}
+QWEN35MOE = EXPERTS | STATES | {SHARED_SIZE}
+SIGMOIDS = EXPERTS | {_SHARED_COUNT, _DENSE, _SCORING, _SCALE, _RENORMALISED, *_GROUPS}
+GLM4MOE = SIGMOIDS | {"nextn_predict_layers"}
+EXAONE_MOE = GLM4MOE | WINDOWS | {SHARED_SIZE}
 MINIMAX_M2 = EXPERTS | {_SCORING}
-ERNIE_MOE = EXPERTS | {_SHARED_COUNT, _SHARED_SIZE, _DENSE, _SCORING, _STEP}
-HUNYUAN_MOE = EXPERTS | {_SHARED_COUNT, _SHARED_SIZE}
-QWEN2MOE = EXPERTS | {_SHARED_SIZE}
+ERNIE_MOE = EXPERTS | {_SHARED_COUNT, SHARED_SIZE, _DENSE, _SCORING, _STEP}
+HUNYUAN_MOE = EXPERTS | {_SHARED_COUNT, SHARED_SIZE}
+QWEN2MOE = EXPERTS | {SHARED_SIZE}
 LFM2MOE = EXPERTS | CONVOLUTIONS | {_DENSE, _SCORING, _SCALE, _RENORMALISED}
 
 
@@ -38,7 +38,7 @@ def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
 def qwen2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Qwen2's mixtures of experts. Weights are those of the softmax over all experts: llama.cpp hardcodes
     that, and the file does not say it."""
-    shared = values.integer(_SHARED_SIZE)
+    shared = values.integer(SHARED_SIZE)
     return {**experts(values), "qkv_bias": values.has("attn_q.bias"), "shared_expert_intermediate_size": shared}
 
 
@@ -74,7 +74,7 @@ def ernie4_5_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
 def hunyuan_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Hunyuan's mixtures of experts."""
     own = experts(values, used="moe_topk")
-    for key, wanted in ((_SHARED_COUNT, 1), (_SHARED_SIZE, own["moe_intermediate_size"])):
+    for key, wanted in ((_SHARED_COUNT, 1), (SHARED_SIZE, own["moe_intermediate_size"])):
         if values.integer(key) != wanted:
             values.refuse(key, f"{wanted}: one network as large as an expert is beside them")
     return {**attention_bias(values, common), **own, "intermediate_size": own["moe_intermediate_size"]}
@@ -83,7 +83,7 @@ def hunyuan_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
 def exaone_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of K-EXAONE. A next-token head is left alone."""
     return {
-        **_sigmoids(values),
+        **sigmoids(values),
         "num_shared_experts": values.integer(_SHARED_COUNT),
         "sliding_window": values.integer(WINDOW),
         "layer_types": layer_types(values, common, 4),
@@ -111,7 +111,7 @@ def gpt_oss(values: Metadata, common: Mapping[str, object]) -> Fields:
 def qwen35moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of Qwen3.5's mixtures of experts."""
     size = common["intermediate_size"]
-    shared = values.integer(_SHARED_SIZE, default=size if isinstance(size, int) else None)
+    shared = values.integer(SHARED_SIZE, default=size if isinstance(size, int) else None)
     return {**qwen35(values, common), **experts(values), "shared_expert_intermediate_size": shared}
 
 
@@ -124,7 +124,7 @@ def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of GLM-4.5."""
     return {
         **attention_bias(values, common),
-        **_sigmoids(values),
+        **sigmoids(values),
         "n_routed_experts": values.integer("expert_count"),
         "use_qk_norm": values.has("attn_q_norm.weight"),
         "n_shared_experts": values.integer(_SHARED_COUNT),
@@ -146,7 +146,7 @@ def lfm2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     }
 
 
-def _sigmoids(values: Metadata) -> Fields:
+def sigmoids(values: Metadata) -> Fields:
     """Fields of a mixture of experts of DeepSeek V3's form, after some dense layers."""
     _scored(values, _SIGMOID, "sigmoids")
     factor, (groups, groups_used) = values.optional(_SCALE), (values.get(key, whole(0, 1 << 12), 0) for key in _GROUPS)

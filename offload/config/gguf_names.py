@@ -33,7 +33,7 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
         "per_layer_model_proj.weight": names.layer_projection,
         "per_layer_proj_norm.weight": names.layer_norm,
     }
-    last_norms = ("output_norm", _EMBEDDING_NORM) if names.last_norm == "embedding_norm" else ("output_norm",)
+    last_norms = ("output_norm", _EMBEDDING_NORM) if names.final_norm == "embedding_norm" else ("output_norm",)
     found: dict[str, str] = {}
     for name in stored:
         if layer := _LAYER.fullmatch(name):
@@ -68,6 +68,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
     return {
         "ssm_a": names.recurrence.decay,
         "ssm_dt.bias": names.recurrence.time_bias,
+        "ssm_d": names.recurrence.skip,
         "attn_sinks.weight": names.sink_logits,
         "exp_probs_b.bias": names.experts.bias,
         "ffn_gate_inp.scale": names.experts.norm,
@@ -89,9 +90,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "inp_gate": names.input_gate,
         "proj": names.input_out,
         "post_norm": names.after_input,
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
+        **{f"attn_{letter}": f"{names.attention}{letter}_proj" for letter in "qkv"},
         "attn_qkv": names.fused_qkv or names.recurrence.part(0),
         "attn_gate": names.recurrence.part(3),
         "ssm_in": names.recurrence.part(0),
@@ -104,14 +103,16 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "shortconv.in_proj": names.recurrence.part(0),
         "shortconv.conv": names.recurrence.taps[0],
         "shortconv.out_proj": names.recurrence.out,
-        "attn_output": names.out,
+        "attn_output": names.attention + names.out,
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
-        "ffn_gate": names.opening,
-        "ffn_up": names.fused_gate_up or names.up,
-        "ffn_down": names.down,
+        "ffn_gate": names.opening.replace("mlp.", names.dense, 1),
+        "ffn_up": names.fused_gate_up or names.up.replace("mlp.", names.dense, 1),
+        "ffn_down": names.down.replace("mlp.", names.dense, 1),
         "ffn_gate_inp": names.experts.router,
         **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
+        "ffn_latent_down": names.experts.to_latent,
+        "ffn_latent_up": names.experts.from_latent,
         "ffn_gate_inp_shexp": names.experts.network_gate,
         **{f"ffn_{part}_shexp": f"{names.experts.network}{part}_proj" for part in ("gate", "up", "down")},
     }

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from offload.config.block import Block
 from offload.formats.encodings import ENCODINGS
 
-OPERATORS = ("qkv", "o", "gate_up", "down", "input_gate", "input_out")  # the last two of a layer with an input
+LATENTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
+OPERATORS = ("qkv", "o", "gate_up", "down", *LATENTS, *OF_INPUT)  # a layer may lack the last four
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -36,6 +37,10 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
     }
+    if block.experts is not None and block.has_latents:
+        latent = block.experts.latent
+        shapes["to_latent"] = (latent,), hidden_size, stored.latents[:1]
+        shapes["from_latent"] = (hidden_size,), latent, stored.latents[1:]
     if size := block.input_size:
         shapes["input_gate"] = ((size,), hidden_size, (stored.input_gate,))
         shapes["input_out"] = ((hidden_size,), size, (stored.input_out,))
@@ -51,12 +56,8 @@ def expert_matrices(block: Block, hidden_size: int) -> dict[str, Matrix]:
     """The matrices of each of the layer's experts: its gate, if it has one, up and down; empty without experts."""
     if block.experts is None:
         return {}
-    network = block.experts.network
-    shapes = {
-        "gate": (network.size, hidden_size),
-        "up": (network.size, hidden_size),
-        "down": (hidden_size, network.size),
-    }
+    network, row = block.experts.network, block.experts.row_size(hidden_size)
+    shapes = {"gate": (network.size, row), "up": (network.size, row), "down": (row, network.size)}
     names = tuple(shapes) if network.gated else ("up", "down")
     kinds = block.encodings.experts or ("",) * len(names)
     return {name: Matrix(*shapes[name], kind) for name, kind in zip(names, kinds, strict=True)}
@@ -67,7 +68,7 @@ def expert_vectors(block: Block, hidden_size: int) -> dict[str, int]:
     if block.experts is None or not block.experts.network.bias:
         return {}
     network = block.experts.network
-    return {"gate_up.bias": (1 + network.gated) * network.size, "down.bias": hidden_size}
+    return {"gate_up.bias": (1 + network.gated) * network.size, "down.bias": block.experts.row_size(hidden_size)}
 
 
 def expert_parameters(block: Block, hidden_size: int) -> int:

@@ -102,6 +102,11 @@ class ModelConfig:
         first = {block: at for at, block in reversed([*enumerate(self.blocks)])}
         return tuple((self._alone[first[block]], number) for block, number in Counter(self.blocks).items())
 
+    @cached_property
+    def num_parts(self) -> int:
+        """The number of mixers and networks, the parts of layers that are added to their rows."""
+        return sum(block.has_mixer + block.has_network for block in self.blocks)
+
     @property
     def windowed_block(self) -> Block | None:
         """One of the layers that have a window."""
@@ -109,7 +114,7 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """The (KV heads, head_dim) of each layer; (0, 0) of one with a state."""
+        """The (KV heads, head_dim) of each layer; (0, 0) of one that does not attend."""
         attended = (each.mixer if isinstance(each.mixer, Attention) else None for each in self.blocks)
         return tuple((each.num_kv_heads, each.head_dim) if each else (0, 0) for each in attended)
 
@@ -201,7 +206,7 @@ class ModelConfig:
     @cached_property
     def stateful(self) -> tuple[int, ...]:
         """The layers with a recurrent state."""
-        return tuple(at for at, block in enumerate(self.blocks) if not block.attends)
+        return tuple(at for at, block in enumerate(self.blocks) if block.recurs)
 
     @property
     def recurrence(self) -> Recurrence | None:
@@ -292,14 +297,18 @@ class ModelConfig:
 
     @cached_property  # plans ask for these thousands of times
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
-        mixer, inner, size = self.block.mixer, self.block.feed_forward, self.block.input_size
-        of_input = ((size, self.hidden_size, False), (self.hidden_size, size, False)) if size else ()
+        mixer, inner, given = self.block.mixer, self.block.feed_forward, self.block.input_size
+        latent = self.block.experts.latent if self.block.experts else 0
+        around = ((size, self.hidden_size, False) for size in (latent, given) if size)
+        others = [
+            pair for outputs, inputs, bias in around for pair in ((outputs, inputs, bias), (inputs, outputs, bias))
+        ]
         return (
             (sum(mixer.parts), self.hidden_size, mixer.bias),
             (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
-            *of_input,
+            *others,
         )
 
     @cached_property

@@ -9,9 +9,10 @@ from offload.config.block import Block
 
 @dataclass(frozen=True)
 class RecurrenceNames:
-    """The tensor names of a recurrence within a layer. parts: of the projections, as in the `parts` of its kind;
-    neighbours of one name are rows of one tensor, and so are taps: of the first parts. grouped: names of tensors in
-    which each key head has its rows of all these parts together. is_log: decays are stored as A_log."""
+    """The tensor names of a recurrence within a layer. parts: of the projections, as in the `parts` of its kind; of
+    one name they are rows of one tensor, and so are taps: of the first parts. order: the numbers of parts as a tensor
+    has several of them, one after the other. grouped: names of tensors in which each key head has its rows of all these
+    parts together. is_log: decays are stored as A_log. skip: of Mamba-2."""
 
     parts: tuple[str, ...] = (
         *("linear_attn.in_proj_qkv",) * 3,
@@ -22,6 +23,8 @@ class RecurrenceNames:
     norm: str = "linear_attn.norm"
     decay: str = "linear_attn.A_log"
     time_bias: str = "linear_attn.dt_bias"
+    skip: str = ""
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     grouped: tuple[str, ...] = ()
     is_log: bool = True
 
@@ -36,7 +39,8 @@ class ExpertNames:
     "{}" for the number of an expert. Without that one tensor holds those of all experts. If gates and ups are in the
     same tensor, an expert's gate precedes its up, or their rows alternate if `alternate`. by_inputs: in plain numbers
     the tensors of all experts are [experts, inputs, outputs]. bias, scale, norm: of the router, whole names. network:
-    in place of "mlp." in the names of the network beside experts. network_gate: of its gate."""
+    in place of "mlp." in the names of the network beside experts. network_gate: of its gate. to_latent, from_latent: of
+    the matrices before and behind the experts, if they read latents."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
@@ -47,6 +51,8 @@ class ExpertNames:
     norm: str = "router.scale"
     network: str = "mlp."
     network_gate: str = "mlp.shared_expert_gate"
+    to_latent: str = ""
+    from_latent: str = ""
     alternate: bool = False
     by_inputs: bool = False
 
@@ -82,9 +88,10 @@ class NextTokenNames:
 class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
-    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. out: of
-    the attention. opening: the gate of the feed-forward network. last_norm: within the body, of the last hidden rows.
-    unused: patterns of names within the body whose tensors are left alone."""
+    the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. table,
+    final_norm: within the body. attention: the prefix of projections of attention, out: its output behind that. dense:
+    in place of "mlp." in the names of a network without experts. opening: the gate of that. unused: patterns of names
+    within the body whose tensors are left alone."""
 
     body: str = "model."
     head: str = "lm_head.weight"
@@ -93,7 +100,7 @@ class TensorNames:
     opening: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    out: str = "self_attn.o_proj"
+    out: str = "o_proj"
     before_attention: str = "input_layernorm"
     after_attention: str = ""
     before_feed_forward: str = "post_attention_layernorm"
@@ -108,10 +115,13 @@ class TensorNames:
     after_input: str = "post_per_layer_input_norm"
     gate: str = "self_attn.gate_proj"
     sink_logits: str = "self_attn.sinks"
+    table: str = "embed_tokens"
+    final_norm: str = "norm"
+    attention: str = "self_attn."
+    dense: str = "mlp."
     recurrence: RecurrenceNames = RecurrenceNames()
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
-    last_norm: str = "norm"
     unused: tuple[str, ...] = ()
 
     def wrapped(self, body: str, head: str) -> TensorNames:
@@ -122,14 +132,14 @@ class TensorNames:
 
     def network(self, block: Block) -> tuple[str, str, str]:
         """The names of the feed-forward network's gate, up and down in a layer."""
-        prefix = self.experts.network if block.experts is not None else "mlp."
+        prefix = self.experts.network if block.experts is not None else self.dense
         names = (self.fused_gate_up or self.opening, self.fused_gate_up or self.up, self.down)
         gate, up, down = (name.replace("mlp.", prefix, 1) for name in names)
         return gate, up, down
 
     @property
     def embeddings(self) -> str:
-        return f"{self.body}embed_tokens.weight"
+        return f"{self.body}{self.table}.weight"
 
     @property
     def layer_table(self) -> str:
@@ -146,4 +156,4 @@ class TensorNames:
 
     @property
     def norm(self) -> str:
-        return f"{self.body}{self.last_norm}"
+        return f"{self.body}{self.final_norm}"

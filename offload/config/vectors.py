@@ -9,7 +9,10 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
     """The norm vectors of a layer, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
     mixer = block.mixer
     sizes = {name: (hidden_size, getattr(block, name)) for name in BLOCK_NORMS}
-    sizes |= _head_norms(mixer) if isinstance(mixer, Attention) else {"out_norm": (mixer.value_dim, mixer.norm)}
+    if isinstance(mixer, Attention):
+        sizes |= _head_norms(mixer)
+    elif block.recurs:
+        sizes["out_norm"] = block.recurrence.norm_size, block.recurrence.norm
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():
         if norm is not None:
@@ -34,10 +37,10 @@ def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
     has some; of a recurrence its vectors; of a mixture of experts its router's."""
     router = router_vectors(block, hidden_size)
-    if block.attends:
-        attention = block.attention
-        return ({"sink_logits": (attention.num_heads,)} if attention.sink_logits else {}) | router
-    return block.recurrence.vectors | router
+    if block.recurs:
+        return block.recurrence.vectors | router
+    has_sinks = block.attends and block.attention.sink_logits
+    return ({"sink_logits": (block.attention.num_heads,)} if has_sinks else {}) | router
 
 
 def router_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import native
-from offload.config.block import DeltaRule, ShortConvolution
+from offload.config.block import DeltaRule, Mamba2, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
@@ -69,7 +69,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
         multiply_stored=partial(_multiply_stored, own),
         decode_stored=partial(_decode_stored, own),
         recurrences={
-            DeltaRule: partial(delta_cpu.delta_rule, kernels=own),
+            **dict.fromkeys((DeltaRule, Mamba2), partial(delta_cpu.run_states, kernels=own)),
             ShortConvolution: partial(convolution_cpu.short_convolution, kernels=own),
         },
         experts=partial(experts_cpu.run_experts, kernels=own),
@@ -149,8 +149,9 @@ def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     """This process's kernels, or none where some layer of the model cannot run on them. Layers may have heads of
     several sizes."""
     found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
-    if config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT:
-        reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {config.hidden_size}"
+    row = 0 if config.experts is None else config.experts.row_size(config.hidden_size)
+    if odd := [size for size in (config.hidden_size, row) if row and size % EXPERT_ALIGNMENT]:
+        reason = f"the kernels know experts over rows of 16, 32, ... numbers, not of {odd[0]}"
         return DeviceKernels(reason=reason)
     return next((each for each in found if not each.usable), found[0])
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import Activation, DeltaRule, Recurrence, ShortConvolution
+from offload.config.block import Activation, DeltaRule, Mamba2, Recurrence, ShortConvolution
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
@@ -22,6 +22,7 @@ from offload.kernels.activation import gated
 from offload.kernels.convolution import short_convolution
 from offload.kernels.delta import delta_rule
 from offload.kernels.experts import RunExperts
+from offload.kernels.mamba import mamba2
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.recurrence import RunRecurrence
@@ -119,7 +120,7 @@ class DeviceKernels:
     gated: Gated = gated
     # By the kind of the recurrence: see `kernels.recurrence.RunRecurrence`.
     recurrences: Mapping[type[Recurrence], RunRecurrence[Any]] = field(
-        default_factory=lambda: {DeltaRule: delta_rule, ShortConvolution: short_convolution}
+        default_factory=lambda: {DeltaRule: delta_rule, Mamba2: mamba2, ShortConvolution: short_convolution}
     )
     # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
     experts: RunExperts | None = None

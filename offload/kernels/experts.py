@@ -111,7 +111,8 @@ class RunExperts(Protocol):
     multiplied by the sigmoid of their gate, if there is one, and added; factors of sums follow (`Experts.factors`);
     each step is rounded. real: which rows are not
     padding, bool [T]; padding runs through no expert, so that none is fetched or read for it, and its output is any
-    number. None: all are."""
+    number. None: all are. latents: rows [T, latent] that the experts read in place of the normed ones; the output is
+    then [T, latent], and nothing is beside it."""
 
     def __call__(
         self,
@@ -120,6 +121,7 @@ class RunExperts(Protocol):
         rows: Tensor,
         beside: Tensor | None = None,
         real: Tensor | None = None,
+        latents: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -191,6 +193,7 @@ def run_experts(
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
+    latents: Tensor | None = None,
     *,
     multiply: Multiply,
     blocks: Sequence[int] | None = None,
@@ -199,14 +202,15 @@ def run_experts(
     blocks, equal ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an
     expert at once."""
     experts, router = mixture.experts, mixture.router
-    normed, scored = mixture.normed(rows)
+    read, scored = mixture.normed(rows)
+    read = read if latents is None else latents
     parts = [scored] if blocks is None else scored.split(list(blocks))
     scores = torch.cat([part.float() @ router.matrix.T for part in parts]) * experts.score_scale
     of_experts, (_, of_sum, of_both) = scores[:, : experts.count], experts.factors
     found, shares = chosen(experts, of_experts, router.bias, router.scale, dtype=scored.dtype)
     if real is not None:
         found = found.where(real[:, None], experts.count)
-    made = rows.new_zeros(*found.shape, rows.shape[1])
+    made = rows.new_zeros(*found.shape, read.shape[1])
     for batch in homes.batches(found):
         for expert, at in enumerate(batch.tolist()):
             if at < 0:
@@ -214,7 +218,7 @@ def run_experts(
             row, place = (found == expert).nonzero(as_tuple=True)
             if not len(row):
                 continue
-            weights, own = homes.bank.places[at], normed[row]
+            weights, own = homes.bank.places[at], read[row]
             block = len(own) if blocks is None else blocks[0]
             filled = pad(own, (0, 0, 0, -len(own) % block))
             through = [_through(experts.network, weights, multiply, part) for part in filled.split(block)]

@@ -31,24 +31,26 @@ def run_experts(
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
+    latents: Tensor | None = None,
     *,
     kernels: Library,
 ) -> Tensor:
-    """See `kernels.experts.RunExperts`. rows, matrices and `beside` are contiguous. Temporary memory: `scratch_bytes`
-    of at most MOST_ROWS rows."""
+    """See `kernels.experts.RunExperts`. rows, latents, matrices and `beside` are contiguous. Temporary memory:
+    `scratch_bytes` of at most MOST_ROWS rows."""
     if real is not None:
-        out, others = torch.zeros_like(rows), None if beside is None else beside[real]
-        out[real] = run_experts(mixture, homes, rows[real], others, kernels=kernels)
+        out = torch.zeros_like(rows if latents is None else latents)
+        others, kept = (None if each is None else each[real] for each in (beside, latents))
+        out[real] = run_experts(mixture, homes, rows[real], others, latents=kept, kernels=kernels)
         return out
-    out = torch.empty_like(rows)
-    besides = repeat(None) if beside is None else beside.split(MOST_ROWS)
-    for some, other, to in zip(rows.split(MOST_ROWS), besides, out.split(MOST_ROWS), strict=False):
+    out = torch.empty_like(rows if latents is None else latents)
+    besides, reads = (repeat(None) if each is None else each.split(MOST_ROWS) for each in (beside, latents))
+    for some, other, read, to in zip(rows.split(MOST_ROWS), besides, reads, out.split(MOST_ROWS), strict=False):
         parts = _parts(mixture.experts, len(some), rows.shape[1], rows.dtype)
         need = _total_bytes(parts)
         scratch = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
         if len(scratch) < need:
             scratch = torch.empty(need, dtype=torch.uint8)
-        _run(mixture, homes, some, other, to, list(_views(scratch, parts)), kernels)
+        _run(mixture, homes, some, read, other, to, list(_views(scratch, parts)), kernels)
         _spare[:] = [scratch]
     return out
 
@@ -64,12 +66,12 @@ def _total_bytes(parts: _Parts) -> int:
 
 def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype) -> _Parts:
     """The shapes and dtypes of scratch, ordered as `_run` takes them."""
-    size, pairs = experts.network.size, num_rows * experts.used
+    size, row, pairs = experts.network.size, experts.row_size(hidden), num_rows * experts.used
     lines = pairs + min(pairs, experts.count) * (EXPERT_ALIGNMENT - 1)
     floats, integers = torch.float32, torch.int32
     return [
-        ((lines, size), dtype), ((lines, hidden), dtype),
-        *(((widened_floats(lines, inputs),), floats) for inputs in (hidden, hidden, size)),
+        ((lines, size), dtype), ((lines, row), dtype),
+        *(((widened_floats(lines, inputs),), floats) for inputs in (row, row, size)),
         ((num_rows, hidden), floats), ((num_rows, experts.num_scores), floats), ((pairs,), integers),
         ((lines,), integers), ((lines,), integers), ((2, experts.count), integers), ((pairs,), integers),
         ((pairs,), floats),
@@ -92,6 +94,7 @@ def _run(
     mixture: Mixture,
     homes: ExpertHomes,
     rows: Tensor,
+    latents: Tensor | None,
     beside: Tensor | None,
     out: Tensor,
     scratch: list[Tensor],
@@ -99,18 +102,20 @@ def _run(
 ) -> None:
     experts, router, norm = mixture.experts, mixture.router, mixture.norm
     network, first = experts.network, homes.bank.places[0]
-    assert rows.shape[1] % EXPERT_ALIGNMENT == 0
+    read, own_norm = (rows, norm) if latents is None else (latents, None)
+    assert rows.shape[1] % EXPERT_ALIGNMENT == read.shape[1] % EXPERT_ALIGNMENT == 0
+    assert read.is_contiguous()
     assert rows.is_contiguous()
     assert router.matrix.is_contiguous()
     assert router.matrix.dtype == torch.float32
     assert beside is None or beside.is_contiguous()
     inner, made, first_widened, second_widened, inner_widened, *others = scratch
-    gate = Step(rows, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation)
+    gate = Step(read, first.up, first.gate_up_bias, inner, own_norm, "activate", activation=network.activation)
     if first.gate is not None:
         gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
     down = Step(inner, first.down, first.down_bias, made)
     structure = native.Experts(
-        structure_of(replace(gate, norm=router.norm or norm), (first_widened, second_widened)),
+        structure_of(replace(gate, x=rows, norm=router.norm or norm), (first_widened, second_widened)),
         structure_of(gate, (first_widened, second_widened)),
         structure_of(down, (inner_widened, inner_widened)),
         None,

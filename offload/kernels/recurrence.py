@@ -16,15 +16,16 @@ Kind = TypeVar("Kind", bound=Recurrence, contravariant=True)
 
 @dataclass(frozen=True)
 class RecurrenceWeights:
-    """The vectors of a layer with a state, fp32; None where its kind has none. taps: of the convolution [width,
-    channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm: of each
-    head's output. taps_bias: of the convolution [channels]."""
+    """The vectors of a layer with a state, fp32; None where its kind has none. taps, taps_bias: of the convolution
+    [width, channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm:
+    of each head's output, or of all. skip: of Mamba-2, by head (D)."""
 
     taps: Tensor
     decay: Tensor | None = None
     time_bias: Tensor | None = None
     norm: NormWeights | None = None
     taps_bias: Tensor | None = None
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -276,11 +276,9 @@ class Decoder:
         squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
         dues = list[Due]()
         for block in (self.config.blocks[layer] for layer in layers):
-            dues += [
-                *(squares if block.attends else []),
-                Due(rows, hidden),
-                Due(rows, hidden * (1 + block.joins_normed)),
-            ]
+            dues += squares if block.attends else []
+            dues += [Due(rows, hidden)] if block.has_mixer else []
+            dues += [Due(rows, hidden * (1 + block.joins))] if block.has_network else []
         return self._sums.due(dues, x)
 
 

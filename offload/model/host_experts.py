@@ -25,19 +25,26 @@ class HostMixes:
         self._room = Room()
 
     def __call__(
-        self, layer: int, mixture: Mixture, homes: ExpertHomes, rows: Tensor, beside: Tensor | None, real: Tensor | None
+        self,
+        layer: int,
+        mixture: Mixture,
+        homes: ExpertHomes,
+        rows: Tensor,
+        beside: Tensor | None,
+        real: Tensor | None,
+        latents: Tensor | None,
     ) -> Tensor:
         """See `RunExperts`: the output for `rows`, on their device. homes: with their bank on the host. A copy to the
         host waits for the device, so what is not needed there stays."""
         if layer not in self._copies:  # weights that cross the link are overwritten by the next layer's
             self._copies[layer] = _copied_to_host(mixture)
-        gated, out = mixture.experts.gates_network, self._room.take("out", rows)
-        given = rows, beside if gated else None, real
+        gated, out = mixture.experts.gates_network, self._room.take("out", rows if latents is None else latents)
+        given = rows, beside if gated else None, real, latents
 
         def work() -> None:
-            there, other, kept = (each if each is None else each.to(_HOST) for each in given)
+            there, *others = (each if each is None else each.to(_HOST) for each in given)
             assert there is not None
-            out.copy_(sent(self._run(self._copies[layer], homes, there, other, kept), rows.device))
+            out.copy_(sent(self._run(self._copies[layer], homes, there, *others), rows.device))
 
         between(work)
         return out if beside is None or gated else out + beside

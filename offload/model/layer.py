@@ -25,8 +25,9 @@ from offload.weights.linear import Linear
 # x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs].
 # mixed: its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output
 # before its norm or sum over ranks, [T, hidden]. made: that of experts, beside: of a network beside them, [T, hidden].
-# gated: the gate of the layer's input, [T, size].
-Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside", "gated"]
+# gated: the gate of the layer's input, [T, size]. latent: rows that experts read in place of the hidden ones, and then
+# what they make of them, [T, latent].
+Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside", "gated", "latent"]
 
 
 class MixRows(Protocol):
@@ -75,16 +76,20 @@ class Recur:
 @dataclass(frozen=True)
 class Mix:
     """A mixture of experts: made = its output for the normed rows of x. adds: plus `beside`, times the gate of the
-    router where it has one."""
+    router where it has one. If experts read latents: latent = its output for these."""
 
     mixture: Mixture
     adds: bool = False
 
+    @property
+    def out(self) -> Operand:
+        return "latent" if self.mixture.experts.latent else "made"
+
 
 @dataclass(frozen=True)
 class Join:
-    """The sum of two normed outputs: made = of_experts(sum of `made` over the ranks) + of_network(sum of `beside` over
-    them)."""
+    """The sum of two outputs, each normed if it has a norm: made = of_experts(sum of `made` over the ranks) +
+    of_network(sum of `beside` over them)."""
 
     of_experts: NormWeights | None
     of_network: NormWeights | None
@@ -126,16 +131,14 @@ LayerStep = Product | Attend | Recur | Mix | Join | Add | Gate | Scale
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
     """The steps of a layer. alone: one rank has the whole model, so products can be added to x without a sum over
     ranks."""
-    mixer = (
-        Recur(block.recurrence, weights.recurrence)
-        if weights.recurrence is not None
-        else Attend(block.attention, weights)
-    )
-    mix = [
-        Product("x", weights.qkv, "qkv", weights.before_attention),
-        mixer,
-        *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
-    ]
+    mix: list[LayerStep] = []
+    if block.has_mixer:
+        own = weights.recurrence
+        mix = [
+            Product("x", weights.qkv, "qkv", weights.before_attention),
+            Attend(block.attention, weights) if own is None else Recur(block.recurrence, own),
+            *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
+        ]
     first, last = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
     steps: list[LayerStep] = [mix[0], *first, *mix[1:], *last] if block.side_by_side else [*mix, *first, *last]
     if weights.input_gate is not None and weights.input_out is not None:
@@ -146,7 +149,9 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
 
 
 def _network(block: Block, weights: LayerWeights, alone: bool) -> tuple[list[LayerStep], list[LayerStep]]:
-    """The steps of the feed-forward network: those that read x, and those that add to it."""
+    """The steps of the feed-forward network, if there is one: those that read x, and those that add to it."""
+    if not block.has_network:
+        return [], []
     added = _added("inner", weights.down, weights.after_feed_forward, block.scale, alone)
     return [_inner(block, weights)], added
 
@@ -156,12 +161,18 @@ def _experts(block: Block, experts: Experts, weights: LayerWeights) -> tuple[lis
     and those that add to it."""
     assert weights.router is not None
     beside: list[LayerStep] = [_inner(block, weights), Product("inner", weights.down, "beside")]
-    beside, normed = beside if block.feed_forward.size else [], block.joins_normed
-    assert beside or not (normed or experts.gates_network)
+    beside, joins = beside if block.feed_forward.size else [], block.joins
+    assert beside or not (joins or experts.gates_network)
     norm = weights.before_experts or _read(block, weights)
-    join = [Join(weights.after_experts, weights.after_network)] if normed else []
-    add = Add(weights.after_feed_forward, block.scale, "made", is_whole=normed)
-    return [*beside, Mix(Mixture(experts, weights.router, norm), bool(beside) and not normed)], [*join, add]
+    mix = Mix(Mixture(experts, weights.router, norm), bool(beside) and not joins)
+    join = [Join(weights.after_experts, weights.after_network)] if joins else []
+    add = Add(weights.after_feed_forward, block.scale, "made", is_whole=joins)
+    if weights.to_latent is None or weights.from_latent is None:
+        return [*beside, mix], [*join, add]
+    assert not experts.averaged
+    assert not experts.gates_network
+    read = Product("x", weights.to_latent, "latent", norm)
+    return [*beside, read, mix], [Product("latent", weights.from_latent, "made"), *join, add]
 
 
 def _inner(block: Block, weights: LayerWeights) -> Product:

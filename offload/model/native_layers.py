@@ -72,8 +72,9 @@ class NativeLayers:
                     homes = self._experts[layer]
                     assert homes is not None
                     beside = self._operands["beside"][:num_rows] if step.adds else None
-                    made = run_experts(step.mixture, homes, x, beside, kernels=self._kernels)
-                    self._operands["made"][:num_rows] = made
+                    latents = self._operands["latent"][:num_rows] if step.mixture.experts.latent else None
+                    made = run_experts(step.mixture, homes, x, beside, latents=latents, kernels=self._kernels)
+                    self._operands[step.out][:num_rows] = made
                 case Join():
                     made, beside = (self._operands[name][:num_rows] for name in ("made", "beside"))
                     made.copy_(step(made, beside, self._sums))
@@ -98,11 +99,15 @@ class NativeLayers:
     def _allocate(self, most: int) -> None:
         kinds = [kind.block for kind, _ in self._config.kinds]
         self._most, hidden, inner = most, self._config.hidden_size, max(each.feed_forward.size for each in kinds)
-        given = max(each.input_size for each in kinds)
+        given, latent = (
+            max(each.input_size for each in kinds),
+            self._config.experts.latent if self._config.experts else 0,
+        )
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden, "made": hidden, "beside": hidden}
-        widths["gated"] = given
+        widths |= {"gated": given, "latent": latent}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
-        widest = max(hidden, inner, given, *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds))
+        mixers = (max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds)
+        widest = max(hidden, inner, given, latent, *mixers)
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
         self._rooms = _rooms(self._config, most, self._dtype)

@@ -62,7 +62,7 @@ class TorchLayers:
                 case Recur():
                     operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
                 case Mix():
-                    operands["made"] = self._mixed(layer, step, x, operands.get("beside"), blocks, real)
+                    operands[step.out] = self._mixed(layer, step, operands, blocks, real)
                 case Join():
                     operands["made"] = step(operands["made"], operands["beside"], self._sums)
                 case Add():
@@ -106,19 +106,19 @@ class TorchLayers:
         self,
         layer: int,
         step: Mix,
-        x: Tensor,
-        beside: Tensor | None,
+        operands: dict[Operand, Tensor],
         blocks: Sequence[int] | None,
         real: Tensor | None,
     ) -> Tensor:
-        """The output of a mixture of experts for x [T, hidden]. beside: of the network beside it, [T, hidden]."""
-        homes = self._experts[layer]
+        """The output of a mixture of experts for the rows of x, or for their latents."""
+        homes, x = self._experts[layer], operands["x"]
         assert homes is not None
-        beside = beside if step.adds else None
+        beside = operands["beside"] if step.adds else None
+        latents = operands["latent"] if step.mixture.experts.latent else None
         if homes.bank.content.device != x.device:
-            return self._on_host(layer, step.mixture, homes, x, beside, real)
+            return self._on_host(layer, step.mixture, homes, x, beside, real, latents)
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
-        return run(step.mixture, homes, x, beside, real)
+        return run(step.mixture, homes, x, beside, real, latents)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]. attend: of queries, keys and values."""

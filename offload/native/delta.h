@@ -1,4 +1,5 @@
-// The gated delta rule over new rows of one layer (kernels/delta.py; Yang et al. 2024, arXiv 2412.06464).
+// The gated delta rule over new rows of one layer (kernels/delta.py; Yang et al. 2024, arXiv 2412.06464), and Mamba-2
+// (kernels/mamba.py; Dao and Gu 2024, arXiv 2405.21060), in which u = step * value, whatever the state holds.
 //
 // An item of work is a value head. Of its state S [key_dim, value_dim] a token needs p = S^T key and r = S^T query. With
 // u = step * (value - decay * p) its output is decay * r + (key . query) * u, and S becomes decay * S + key u^T; while
@@ -58,7 +59,7 @@ INLINE void put(float* to, int lanes, const f32 (&row)[N]) {
     }
 }
 
-enum class Sums { none, by_key, all };  // of the next token; a held one has no output
+enum Sums { NONE, BY_KEY, BY_QUERY, ALL };  // of the next token; a held one has no output, and Mamba-2 needs no p
 
 // What tokens make of N vectors of columns.
 template <int N>
@@ -84,8 +85,8 @@ INLINE void pass(Columns from, Columns to, int64_t rows, int lanes, const Token&
         }
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            if constexpr (sums != Sums::none) by_key[n] = fma(all(next_key[i]), row[n], by_key[n]);
-            if constexpr (sums == Sums::all) by_query[n] = fma(all(next_query[i]), row[n], by_query[n]);
+            if constexpr (sums & BY_KEY) by_key[n] = fma(all(next_key[i]), row[n], by_key[n]);
+            if constexpr (sums & BY_QUERY) by_query[n] = fma(all(next_query[i]), row[n], by_query[n]);
         }
     }
 #pragma unroll
@@ -106,8 +107,9 @@ void advance(const Delta& d, const Some& some, float* state, const Room& room, i
     Made<N> m = {};
     auto sum_up = [&]<bool updates>(int64_t number, const Token& token, const Token& next) {
         const Columns from = place(number - updates), to = place(number);
-        if (number < d.count) pass<N, partial, updates, Sums::by_key>(from, to, rows, lanes, token, next, m);
-        else pass<N, partial, updates, Sums::all>(from, to, rows, lanes, token, next, m);
+        auto by = [&]<Sums sums>() { pass<N, partial, updates, sums>(from, to, rows, lanes, token, next, m); };
+        if (number < d.count) d.is_mamba ? by.template operator()<NONE>() : by.template operator()<BY_KEY>();
+        else d.is_mamba ? by.template operator()<BY_QUERY>() : by.template operator()<ALL>();
     };
     sum_up.template operator()<false>(some.first, some.tokens[0], some.tokens[0]);
     for (int t = 0; t < some.count; t++) {
@@ -116,13 +118,15 @@ void advance(const Delta& d, const Some& some, float* state, const Room& room, i
 #pragma unroll
         for (int n = 0; n < N; n++) {
             float* value = token.value + column + n * W;
-            m.update[n] = token.step * (load<f32>(value) - token.decay * m.by_key[n]);
-            store(value, fma(all(token.both), m.update[n], token.decay * m.by_query[n]));
+            const f32 own = load<f32>(value);
+            m.update[n] = token.step * (d.is_mamba ? own : own - token.decay * m.by_key[n]);
+            const f32 out = fma(all(token.both), m.update[n], token.decay * m.by_query[n]);
+            store(value, d.is_mamba ? fma(all(some.skip), own, out) : out);
         }
         if (t + 1 < some.count)
             sum_up.template operator()<true>(number + 1, token, some.tokens[t + 1]);
         else if (end < d.tokens() || d.keeps(number))
-            pass<N, partial, true, Sums::none>(place(number), place(end), rows, lanes, token, token, m);
+            pass<N, partial, true, NONE>(place(number), place(end), rows, lanes, token, token, m);
     }
 }
 
@@ -131,7 +135,7 @@ template <class E>
 void run_head(const Delta& d, int64_t head, const Room& room, Seen& seen) {
     float* state = d.state + head * d.key_dim * d.value_dim;
     for (int64_t first = 0; first < d.tokens(); first += TOKENS) {
-        Some some{first, int(d.tokens() - first < TOKENS ? d.tokens() - first : TOKENS), {}};
+        Some some{first, int(d.tokens() - first < TOKENS ? d.tokens() - first : TOKENS), d.is_mamba ? d.skip[head] : 0, {}};
         prepare<E>(d, head, room, seen, some);
         int64_t column = 0;
         auto by = [&]<int N>() {
@@ -149,9 +153,10 @@ void run_head(const Delta& d, int64_t head, const Room& room, Seen& seen) {
 // Heads read each other's channels, so held rows are moved when all heads are done.
 template <class E>
 void run(const Delta& d, int64_t how_many) {
-    const int64_t counts[2] = {d.heads, SLICES};
-    threads::in_phases<Seen>(how_many, counts, 2, [&](int phase, int64_t item, Seen& seen, int thread) {
+    const int64_t counts[3] = {d.heads, d.gated ? d.new_rows * d.key_heads : 0, SLICES};
+    threads::in_phases<Seen>(how_many, counts, 3, [&](int phase, int64_t item, Seen& seen, int thread) {
         if (phase == 0) run_head<E>(d, item, room_of(d, thread), seen);
+        else if (phase == 1) norm_group<E>(d, item);
         else hold<E>(d, d.kept() * item / SLICES, d.kept() * (item + 1) / SLICES);
     });
 }

@@ -1,5 +1,5 @@
-// What stands before and after the gated delta rule in a layer: its rows, the convolution of queries, keys and values,
-// the steps and decays; the gated norm, and what is held of the rows.
+// What stands before and after the gated delta rule, or Mamba-2, in a layer: its rows, the convolution of queries, keys
+// and values, the steps and decays; the gated norm, and what is held of the rows.
 #pragma once
 #include "functions.h"
 #include "vectors.h"
@@ -8,17 +8,20 @@
 // before them are held, too.
 struct Delta {
     float* state;                      // [heads, key_dim, value_dim]
-    void* held;                        // rows of queries, keys, values, steps and times
-    const void* rows;                  // [T] of queries, keys, values, gates, steps and times
+    void* held;                        // rows of queries, keys, values, steps (of a delta rule) and times
+    const void* rows;                  // [T] of the same, with gates after the values
     void* out;                         // [T, heads * value_dim]
-    const float* taps;                 // [width, channels]
+    const float *taps, *taps_bias;     // [width, channels]; [channels], or null
     const float *decay, *time_bias;    // [heads]
-    const void* norm;                  // [value_dim], fp32 if norm_fp32
+    const float* skip;                 // of Mamba-2: [heads]
+    const void* norm;                  // [value_dim], of Mamba-2 [heads * value_dim] or null; fp32 if norm_fp32
+    float* gated;                      // of Mamba-2 with a norm: [T, heads * value_dim], in between
     float* scratch;                    // `delta::room` floats for each thread
     int64_t held_stride, rows_stride;  // elements
     int64_t count, new_rows, settles;
     int64_t key_heads, heads, key_dim, value_dim, width, norm_fp32;
     int64_t tiled;  // -1, or value head h is served by key head (h + tiled) % key_heads
+    int64_t is_mamba;  // an update is no correction: it does not depend on the state
     double steps, epsilon, norm_epsilon;
 
     int64_t key_head(int64_t head) const {
@@ -26,7 +29,7 @@ struct Delta {
     }
     int64_t tokens() const { return count + new_rows; }
     int64_t channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
-    int64_t kept() const { return channels() + 2 * heads; }
+    int64_t kept() const { return channels() + (is_mamba ? 1 : 2) * heads; }
     bool keeps(int64_t token) const { return token < count || settles; }  // the state after it
 
     // The row of a token; those before the state's place have negative numbers.
@@ -60,10 +63,11 @@ struct Token {
     float decay, step, both;
 };
 
-// Consecutive tokens of a head.
+// Consecutive tokens of a head. skip: the factor of a value that is added to its output.
 struct Some {
     int64_t first;
     int count;
+    float skip;
     Token tokens[TOKENS];
 };
 
@@ -90,14 +94,15 @@ void convolve(const Delta& d, const Some& some, int64_t channel, int64_t dim, fl
     const int width = WIDTH ? WIDTH : int(d.width);
     for (int64_t at = 0; at < dim; at += W) {
         auto read = [&](int64_t token) { return read_some<E>(d.row<E>(token) + channel + at, dim - at); };
-        f32 taps[most], window[most];
+        f32 taps[most], window[most], bias = {};
+        if (d.taps_bias) bias = read_some<Fp32>(d.taps_bias + channel + at, dim - at);
         for (int i = 0; i < width; i++) {
             taps[i] = read_some<Fp32>(d.taps + i * d.channels() + channel + at, dim - at);
             window[i] = i + 1 < width ? read(some.first + i - width + 1) : f32{};
         }
         for (int t = 0; t < some.count; t++) {
             window[width - 1] = read(some.first + t);
-            f32 sum = taps[0] * window[0];
+            f32 sum = fma(taps[0], window[0], bias);
             for (int i = 1; i < width; i++) sum = fma(taps[i], window[i], sum), window[i - 1] = window[i];
             store(out + t * in_vectors(dim) + at, silu(sum));
         }
@@ -110,11 +115,12 @@ void weigh(const Delta& d, int64_t head, Some& some) {
     alignas(64) float steps[TOKENS] = {}, decays[TOKENS] = {};
     for (int t = 0; t < some.count; t++) {
         const auto own = d.row<E>(some.first + t) + d.channels() + d.unheld(some.first + t) + head;
-        steps[t] = E::widen_one(own[0]), decays[t] = E::widen_one(own[d.heads]);
+        steps[t] = E::widen_one(own[0]), decays[t] = E::widen_one(own[d.is_mamba ? 0 : d.heads]);
     }
     for (int t = 0; t < TOKENS; t += W) {
-        store(steps + t, sigmoid(load<f32>(steps + t)) * float(d.steps));
-        store(decays + t, exp(d.decay[head] * softplus(load<f32>(decays + t) + d.time_bias[head])));
+        const f32 time = softplus(load<f32>(decays + t) + d.time_bias[head]);
+        store(steps + t, d.is_mamba ? time : sigmoid(load<f32>(steps + t)) * float(d.steps));
+        store(decays + t, exp(d.decay[head] * time));
     }
     for (int t = 0; t < some.count; t++) some.tokens[t].step = steps[t], some.tokens[t].decay = decays[t];
 }
@@ -134,8 +140,10 @@ void prepare(const Delta& d, int64_t head, const Room& room, Seen& seen, Some& s
         fill(key_size + key_head * d.key_dim, d.key_dim, room.keys);
         for (int t = 0; t < some.count; t++) {
             float *query = room.queries + t * size, *key = room.keys + t * size;
-            scale(query, size, 1 / __builtin_sqrtf((dot(query, query, size) + float(d.epsilon)) * float(d.key_dim)));
-            scale(key, size, 1 / __builtin_sqrtf(dot(key, key, size) + float(d.epsilon)));
+            if (!d.is_mamba) {
+                scale(query, size, 1 / __builtin_sqrtf((dot(query, query, size) + float(d.epsilon)) * float(d.key_dim)));
+                scale(key, size, 1 / __builtin_sqrtf(dot(key, key, size) + float(d.epsilon)));
+            }
             seen.both[t] = dot(query, key, size);
         }
     }
@@ -148,7 +156,14 @@ void prepare(const Delta& d, int64_t head, const Room& room, Seen& seen, Some& s
     }
 }
 
-// A head's output for new row t: normed, times its activated gate.
+// The factors of a norm from number `at` on.
+template <class E>
+INLINE f32 norm_weight(const Delta& d, int64_t at, int64_t count) {
+    if (d.norm_fp32) return read_some<Fp32>(static_cast<const float*>(d.norm) + at, count);
+    return read_some<E>(static_cast<const typename E::element*>(d.norm) + at, count);
+}
+
+// A head's output for new row t: normed, times its activated gate. Of Mamba-2 times its gate, and not normed yet.
 template <class E>
 void finish(const Delta& d, int64_t head, int64_t t, const float* out) {
     using element = typename E::element;
@@ -156,12 +171,31 @@ void finish(const Delta& d, int64_t head, int64_t t, const float* out) {
     const float mean = dot(out, out, in_vectors(dim)) / float(dim);
     const float scale = 1 / __builtin_sqrtf(mean + float(d.norm_epsilon));
     const element* gate = d.row<E>(d.count + t) + d.channels() + first;
-    element* to = static_cast<element*>(d.out) + t * d.heads * dim + first;
+    const int64_t at = t * d.heads * dim + first;
     for (int64_t i = 0; i < dim; i += W) {
-        const f32 weight = d.norm_fp32 ? read_some<Fp32>(static_cast<const float*>(d.norm) + i, dim - i)
-                                       : read_some<E>(static_cast<const element*>(d.norm) + i, dim - i);
-        const f32 normed = load<f32>(out + i) * scale * weight;
-        write_some<E>(to + i, normed * silu(read_some<E>(gate + i, dim - i)), dim - i);
+        const f32 activated = silu(read_some<E>(gate + i, dim - i));
+        if (d.gated) write_some<Fp32>(d.gated + at + i, load<f32>(out + i) * activated, dim - i);
+        else {
+            const f32 normed = d.is_mamba ? load<f32>(out + i) : load<f32>(out + i) * scale * norm_weight<E>(d, i, dim - i);
+            write_some<E>(static_cast<element*>(d.out) + at + i, normed * activated, dim - i);
+        }
+    }
+}
+
+// Of Mamba-2: the output of a key head's value heads for a new row, normed.
+template <class E>
+void norm_group(const Delta& d, int64_t item) {
+    const int64_t size = d.heads / d.key_heads * d.value_dim, first = item % d.key_heads * size;
+    const float* from = d.gated + item * size;
+    f32 squares = {};
+    for (int64_t i = 0; i < size; i += W) {
+        const f32 some = read_some<Fp32>(from + i, size - i);
+        squares = fma(some, some, squares);
+    }
+    const float scale = 1 / __builtin_sqrtf(sum(squares) / float(size) + float(d.norm_epsilon));
+    for (int64_t i = 0; i < size; i += W) {
+        const f32 normed = read_some<Fp32>(from + i, size - i) * scale * norm_weight<E>(d, first + i, size - i);
+        write_some<E>(static_cast<typename E::element*>(d.out) + item * size + i, normed, size - i);
     }
 }
 

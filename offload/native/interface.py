@@ -128,12 +128,13 @@ class Experts(ctypes.Structure):
 
 
 class Delta(ctypes.Structure):
-    """A gated delta rule over new rows, see delta.h."""
+    """A gated delta rule, or Mamba-2, over new rows, see delta.h."""
 
     _fields_ = [
-        *_pointers("state", "held", "rows", "out", "taps", "decay", "time_bias", "norm", "scratch"),
+        *_pointers("state", "held", "rows", "out", "taps", "taps_bias", "decay", "time_bias", "skip", "norm", "gated"),
+        *_pointers("scratch"),
         *_integers("held_stride", "rows_stride", "count", "new_rows", "settles"),
-        *_integers("key_heads", "heads", "key_dim", "value_dim", "width", "norm_fp32", "tiled"),
+        *_integers("key_heads", "heads", "key_dim", "value_dim", "width", "norm_fp32", "tiled", "is_mamba"),
         ("steps", c_double),
         ("epsilon", c_double),
         ("norm_epsilon", c_double),

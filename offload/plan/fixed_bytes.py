@@ -88,7 +88,7 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
             scores = max(scores, tile_tokens // PAGE_TOKENS * attended, tiles + attended)
     if sizing.num_devices > 1:  # a block's parts from all ranks, and from three on their sum in fp32
         parts = sizing.num_devices * item + (4 if sizing.num_devices > 2 else 0)
-        width = target.hidden_size * (1 + any(kind.block.joins_normed for kind, _ in target.kinds))
+        width = target.hidden_size * (1 + any(kind.block.joins for kind, _ in target.kinds))
         scores = max(scores, PREFILL_BLOCK * width * parts)
     tile = sizing.most_rows * tile_tokens * heads * score
     logits = 0 if gamma is None else _padded(sizing, gamma + 1) * target.vocab_size * (item * sizing.num_sequences + 36)

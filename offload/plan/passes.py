@@ -250,16 +250,14 @@ class DevicePasses(ABC):
         """The number of computed rows, with padding, for `rows` rows."""
 
     def sums(self, rows: int, blocks: int = 1) -> float:
-        """Seconds of the sums over the ranks in a pass: two per layer and block, each of its part of [rows, hidden],
-        and a small one if heads are normed together."""
+        """Seconds of the sums over the ranks in a pass: in each block one of each layer's mixer and one of its network,
+        each of its part of [rows, hidden], and a small one if heads are normed together."""
         sizing = self.passes.sizing
         hardware, target = sizing.hardware, sizing.target
         sums = NETWORK if hardware.num_hosts > 1 else self.rank_sums
         row_bytes = target.hidden_size * sizing.itemsize
-        number = 2 + target.block.attention.norms_whole
-        return sums.total(
-            number * target.num_layers * blocks, 2 * target.num_layers * rows * row_bytes, hardware.num_devices - 1
-        )
+        number = target.num_parts + target.block.attention.norms_whole * target.num_layers
+        return sums.total(number * blocks, target.num_parts * rows * row_bytes, hardware.num_devices - 1)
 
     def full_sums(self, rows: int) -> float:
         """Seconds of the sums over the ranks in a full pass."""

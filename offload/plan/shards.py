@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.config.block import Attention, Block, DeltaRule, Mixer, Recurrence, ShortConvolution
+from offload.config.block import Attention, Block, DeltaRule, Mixer, NoMixer, Recurrence, ShortConvolution
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
@@ -17,7 +17,7 @@ SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
 @dataclass(frozen=True)
 class Shard:
     """The shard of rank `rank` of `size`: consecutive query heads with their KV heads, consecutive value heads of a
-    delta rule with their key heads, consecutive channels of a short convolution, and consecutive rows of the
+    recurrence with their key heads, consecutive channels of a short convolution, and consecutive rows of the
     feed-forward network and of each expert (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
     q, k, v, gate and up are split by outputs; o and down by inputs, so that their outputs have to be summed over the
@@ -42,9 +42,9 @@ class Shard:
 
     def key_heads(self, whole: ModelConfig) -> range:
         """The key heads that serve them: all where neighbours serve neighbouring value heads."""
-        delta = whole.block.recurrence
-        assert isinstance(delta, DeltaRule)
-        return self._part(delta.num_key_heads) if delta.tiled is None else range(delta.num_key_heads)
+        states = whole.block.recurrence
+        assert not isinstance(states, ShortConvolution)
+        return range(states.num_key_heads) if _is_tiled(states) else self._part(states.num_key_heads)
 
     def inner(self, whole: ModelConfig) -> range:
         """The rank's rows of the feed-forward network."""
@@ -73,11 +73,15 @@ class Shard:
         mixer = whole.block.mixer
         if isinstance(mixer, Attention):
             return replace(mixer, num_heads=len(self.heads(whole)), num_kv_heads=len(self.kv_heads(whole)))
+        if isinstance(mixer, NoMixer):
+            return mixer
         heads = self.value_heads(whole)
         if isinstance(mixer, ShortConvolution):
             return replace(mixer, size=len(heads))
-        tiled = None if mixer.tiled is None else (mixer.tiled + heads.start) % mixer.num_key_heads
-        return replace(mixer, num_key_heads=len(self.key_heads(whole)), num_heads=len(heads), tiled=tiled)
+        own = replace(mixer, num_key_heads=len(self.key_heads(whole)), num_heads=len(heads))
+        if not isinstance(own, DeltaRule) or own.tiled is None:
+            return own
+        return replace(own, tiled=(own.tiled + heads.start) % own.num_key_heads)
 
     def _part(self, count: int) -> range:
         each = count // self.size
@@ -107,7 +111,7 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
         kv_heads = mixer.num_kv_heads
         shared = mixer.num_heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     else:
-        shared = _units(mixer)[0] % num_ranks == 0
+        shared = isinstance(mixer, NoMixer) or _units(mixer)[0] % num_ranks == 0
     experts = config.block.experts
     if not shared or any(
         size % num_ranks for size in (config.intermediate_size, experts.network.size if experts else 0)
@@ -123,7 +127,11 @@ def _units(mixer: Recurrence) -> tuple[int, str]:
     """The units that ranks can divide: heads, with those that they share, or channels; and their name in messages."""
     if isinstance(mixer, ShortConvolution):
         return mixer.size, "channels of a convolution"
-    return mixer.num_key_heads if mixer.tiled is None else mixer.num_heads, "heads with a state"
+    return mixer.num_heads if _is_tiled(mixer) else mixer.num_key_heads, "heads with a state"
+
+
+def _is_tiled(states: Recurrence) -> bool:
+    return isinstance(states, DeltaRule) and states.tiled is not None
 
 
 def _rows(config: ModelConfig) -> str:

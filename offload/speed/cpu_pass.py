@@ -21,7 +21,10 @@ _ATTENTION_SHARE = 0.5  # of a layer's calls
 
 def runs_experts(config: ModelConfig, hardware: Hardware) -> bool:
     """Whether the host's CPU can run a model's experts."""
-    return hardware.packs and config.experts is not None and config.hidden_size % EXPERT_ALIGNMENT == 0
+    if config.experts is None:
+        return False
+    sizes = config.hidden_size, config.experts.row_size(config.hidden_size)
+    return hardware.packs and not any(size % EXPERT_ALIGNMENT for size in sizes)
 
 
 def matrix_bytes(config: ModelConfig, itemsize: int, weight_bits: int = 16) -> Mapping[str, int]:

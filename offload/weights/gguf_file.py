@@ -111,11 +111,15 @@ def open_model(path: Path, opened: ExitStack) -> Iterator[tuple[str, Entry]]:
     header = read_header(path)
     config = gguf_config(header)
     names = names_of(header, config)
-    gate = f".{config.names.experts.network_gate}.weight"
-    tensors = {
-        stored: as_row(info) if names.get(stored, "").endswith(gate) else info
-        for stored, info in header.tensors.items()
-    }
+    gate, states = f".{config.names.experts.network_gate}.weight", config.names.recurrence
+    vectors = tuple(f".{name}" for name in (states.decay, states.skip, f"{states.norm}.weight") if name)
+
+    def shaped(info: TensorInfo, name: str) -> TensorInfo:
+        if name.endswith(gate):
+            return as_row(info)
+        return as_vector(info) if name.endswith(vectors) else info
+
+    tensors = {stored: shaped(info, names.get(stored, "")) for stored, info in header.tensors.items()}
     files = {
         part: MappedFile(part, {stored: info for stored, info in tensors.items() if info.path == part})
         for part in header.files
@@ -138,6 +142,11 @@ def open_model(path: Path, opened: ExitStack) -> Iterator[tuple[str, Entry]]:
 def as_row(info: TensorInfo) -> TensorInfo:
     """A matrix of one row where llama.cpp has a vector."""
     return replace(info, shape=(1, *info.shape)) if len(info.shape) == 1 else info
+
+
+def as_vector(info: TensorInfo) -> TensorInfo:
+    """A vector where llama.cpp has a matrix of its heads or groups."""
+    return replace(info, shape=(math.prod(info.shape),))
 
 
 def unpacker(info: TensorInfo) -> Callable[[Tensor], Tensor] | None:

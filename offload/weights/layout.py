@@ -24,7 +24,7 @@ from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
 NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
-VECTORS = ("taps", "decay", "time_bias", "taps_bias")  # of a layer with a state
+VECTORS = ("taps", "taps_bias", "decay", "time_bias", "skip")  # of a layer with a state
 ROUTER = ("router", "router_bias", "router_scale")
 SINK_LOGITS = "sink_logits"
 ROTATED = ("q_norm", "k_norm")  # norms that multiply rotated queries and keys where `weighs_rotated`
@@ -35,7 +35,8 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
-    layer with a state. router: of a layer with experts. input_gate, input_out: of a layer with an input."""
+    layer with a state. router: of a layer with experts. to_latent, from_latent: where these read latents. input_gate,
+    input_out: of a layer with an input."""
 
     qkv: Linear
     o: Linear
@@ -55,6 +56,8 @@ class LayerWeights:
     factor: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
     router: Router | None = None
+    to_latent: Linear | None = None
+    from_latent: Linear | None = None
     input_gate: Linear | None = None
     input_out: Linear | None = None
     after_input: NormWeights | None = None
@@ -171,8 +174,7 @@ class LayerLayout:
         operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in has}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
         recurrence = None
-        if "taps" in tensors:
-            vectors = {name: tensors[name] for name in VECTORS if name in tensors}
+        if vectors := {name: tensors[name] for name in VECTORS if name in tensors}:
             recurrence = RecurrenceWeights(**vectors, norm=norms.get("out_norm"))
         of_norms = {name: norms.get(name) for name in NORMS}
         router = None

@@ -8,8 +8,8 @@ from itertools import chain
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention, DeltaRule, ShortConvolution
-from offload.config.matrices import expert_matrices, expert_vectors
+from offload.config.block import BLOCK_NORMS, Attention, DeltaRule, HeadStates, ShortConvolution
+from offload.config.matrices import LATENTS, OF_INPUT, expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
@@ -17,8 +17,6 @@ from offload.config.rope import PROPORTIONAL, Rope
 from offload.config.vectors import layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
-
-_QUERIES = "self_attn.q_proj"
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,21 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     summed over the ranks has sources only on the first rank, so that it is added once."""
     operator, _, kind = view.partition(".")
     names, hidden = whole.names, range(whole.hidden_size)
-    if operator in ("gate_up", "down") and not whole.block.feed_forward.size:
+    network, mixer = whole.block.feed_forward.size, whole.block.mixer.out_size
+    if not {"qkv": mixer, "o": mixer, "gate_up": network, "down": network}.get(operator, 1):
         return []
     if operator in ("qkv", "gate_up"):
         columns = hidden if kind == "weight" else None
         parts = _qkv(whole, shard) if operator == "qkv" else _gate_up(whole, shard)
         return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in parts]
     if operator in ("o", "down"):
-        name, inputs = _by_inputs(whole, shard)[operator]
+        name, inputs = _by_inputs(whole, shard, operator)
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
-    if operator in ("input_gate", "input_out"):  # whole on every rank
+    if operator in LATENTS:
+        return [_of_latents(whole, operator)]
+    if operator in OF_INPUT:  # whole on every rank
         outputs, inputs = (range(size) for size in (whole.block.input_size, whole.hidden_size))
         outputs, inputs = (outputs, inputs) if operator == "input_gate" else (inputs, outputs)
         return [Source(f"{getattr(names, operator)}.weight", outputs, inputs)]
@@ -65,7 +66,7 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if norms[operator][1].weightless:
         return []
     if operator == "out_norm":
-        return [Source(f"{names.recurrence.norm}.weight", range(whole.block.recurrence.value_dim))]
+        return [Source(f"{names.recurrence.norm}.weight", _out_normed(whole, shard))]
     if operator == "before_router":
         return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
@@ -75,6 +76,15 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
         return [Source(name, heads, range(whole.head_dim), rotates=True)]
     return [Source(name, _normed(whole, shard, operator), rotates=operator != "v_norm")]
+
+
+def _of_latents(whole: ModelConfig, operator: str) -> Source:
+    """The source of the matrix before or behind experts, which each rank has whole."""
+    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
+    assert experts is not None
+    latent = range(experts.latent)
+    rows, columns = (latent, hidden) if operator == "to_latent" else (hidden, latent)
+    return Source(f"{getattr(names, operator)}.weight", rows, columns)
 
 
 def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
@@ -90,8 +100,9 @@ def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
 def expert_sources(whole: ModelConfig, shard: Shard, number: int, view: str) -> list[Source]:
     """The sources of a view of a shard's expert `number` in the layer `whole.block`, top to bottom, see
     `weights.experts.layout_of`. Those of a tensor of all experts are of its matrices one below the other."""
-    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
+    experts, names = whole.block.experts, whole.names.experts
     assert experts is not None
+    hidden = range(experts.row_size(whole.hidden_size))
     inner, (operator, kind) = shard.inner_of_experts(whole), view.split(".")
     if operator == "down":
         rows = hidden if "{}" in names.down else _after(number * len(hidden), hidden)
@@ -120,16 +131,26 @@ def _normed(whole: ModelConfig, shard: Shard, norm: str) -> range:
     return _times(shard.heads(whole) if norm == "q_norm" else shard.kv_heads(whole), attention.head_dim)
 
 
+def _out_normed(whole: ModelConfig, shard: Shard) -> range:
+    """The shard's elements of the weight of a recurrence's norm."""
+    states = whole.block.recurrence
+    if isinstance(states, DeltaRule):  # all heads share it
+        return range(states.norm_size)
+    return _times(shard.value_heads(whole), states.value_dim)
+
+
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
         yield from _of_parts(whole, whole.names.recurrence.parts, recurrence_rows(whole, shard))
         return
-    attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
+    attention, names = whole.block.attention, whole.names
+    fused, gate = names.fused_qkv, names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
-    if attention.gate and gate == _QUERIES:  # each head's query, then its gate
+    if attention.gate and gate == f"{names.attention}q_proj":  # each head's query, then its gate
         both = [range(2 * head * dim, 2 * (head + 1) * dim) for head in heads]
         yield from (Source(gate, rows[:dim], rotates=True) for rows in both)
-        yield from (Source(f"self_attn.{each}_proj", _times(kv_heads, dim), rotates=each == "k") for each in "kv")
+        keys, values = (f"{names.attention}{letter}_proj" for letter in "kv")
+        yield from (Source(keys, _times(kv_heads, dim), rotates=True), Source(values, _times(kv_heads, dim)))
         yield from (Source(gate, rows[dim:]) for rows in both)
         return
     first = 0
@@ -137,7 +158,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         ("q", attention.q_size, heads), ("k", attention.kv_size, kv_heads), ("v", attention.kv_size, kv_heads),
     )[: 1 if attention.shares else 2 if attention.values_are_keys else 3]:  # fmt: skip
         rows = _times(own, dim)
-        name, rows = (fused, _after(first, rows)) if fused else (f"self_attn.{letter}_proj", rows)
+        name, rows = (fused, _after(first, rows)) if fused else (f"{names.attention}{letter}_proj", rows)
         yield Source(name, rows, rotates=letter != "v")
         first += size
     if attention.gate:
@@ -151,46 +172,50 @@ def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     yield Source(up, _after(whole.intermediate_size, inner) if whole.names.fused_gate_up else inner)
 
 
-def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
+def _by_inputs(whole: ModelConfig, shard: Shard, operator: str) -> tuple[str, range]:
+    if operator == "down":
+        return whole.names.network(whole.block)[2], shard.inner(whole)
     if whole.block.attends:
-        mixer = whole.names.out, _times(shard.heads(whole), whole.head_dim)
-    else:
-        mixer = whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
-    return {"o": mixer, "down": (whole.names.network(whole.block)[2], shard.inner(whole))}
+        return whole.names.attention + whole.names.out, _times(shard.heads(whole), whole.head_dim)
+    return whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
 
 
 def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:
     """The shard's rows of each of the recurrence's parts, within that part."""
-    delta, heads = whole.block.recurrence, shard.value_heads(whole)
-    if isinstance(delta, ShortConvolution):
-        return [heads] * len(delta.parts)
-    keys, values = _times(shard.key_heads(whole), delta.key_dim), _times(heads, delta.value_dim)
-    return [keys, keys, values, values, heads, heads]
+    states, heads = whole.block.recurrence, shard.value_heads(whole)
+    if isinstance(states, ShortConvolution):
+        return [heads] * len(states.parts)
+    keys, values = _times(shard.key_heads(whole), states.key_dim), _times(heads, states.value_dim)
+    return [keys, keys, values, values, *[heads] * len(states.of_heads)]
 
 
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:
     """The rows of each part of a recurrence; parts of one name are in one tensor, one after the other, or one after the
     other for each key head."""
-    delta, grouped = whole.block.recurrence, whole.names.recurrence.grouped
-    parts = [*zip(names, delta.parts, strict=False)]
+    states, own = whole.block.recurrence, whole.names.recurrence
+    parts = [*zip(names, states.parts, strict=False)]
+    stored = [at for at in own.order if at < len(parts)]
     for at, (name, size) in enumerate(parts):
-        groups = delta.num_key_heads if isinstance(delta, DeltaRule) and name in grouped else 1
-        before, width = (sum(other for same, other in some if same == name) // groups for some in (parts[:at], parts))
+        groups = states.num_key_heads if isinstance(states, HeadStates) and name in own.grouped else 1
+        same = [other for other in stored if parts[other][0] == name]
+        sizes = [parts[other][1] // groups for other in same]
+        before, width = sum(sizes[: same.index(at)]), sum(sizes)
         size //= groups
         for group in range(rows[at].start // size, -(-rows[at].stop // size)):
-            first, own = group * size, rows[at]
-            inside = range(max(own.start - first, 0), min(own.stop - first, size))
+            first, wanted = group * size, rows[at]
+            inside = range(max(wanted.start - first, 0), min(wanted.stop - first, size))
             yield Source(name, _after(group * width + before, inside))
 
 
 def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
     """The sources of a recurrence's vectors; of its taps each row is a channel's."""
     names, width = whole.names.recurrence, whole.block.recurrence.width
-    if vector in ("decay", "time_bias"):
-        return [Source(names.decay if vector == "decay" else names.time_bias, shard.value_heads(whole))]
-    kind, columns = ("weight", range(width)) if vector == "taps" else ("bias", None)
+    if not vector.startswith("taps"):
+        return [Source(getattr(names, vector), shard.value_heads(whole))]
     found = _of_parts(whole, names.taps, recurrence_rows(whole, shard))
-    return [replace(part, name=f"{part.name}.{kind}", columns=columns) for part in found]
+    if vector == "taps_bias":
+        return [replace(part, name=f"{part.name}.bias") for part in found]
+    return [replace(part, name=f"{part.name}.weight", columns=range(width)) for part in found]
 
 
 def _times(heads: range, dim: int) -> range:

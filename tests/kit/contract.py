@@ -58,6 +58,7 @@ SHAPES: dict[str, object] = {
 }  # fmt: skip
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
+    *("nemotron_h, dense", "nemotron_h, latents", "granitemoehybrid, dense"),
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
     *("gemma4", "gemma4, one layout", "gemma4, shared caches", "gemma4, inputs of layers", "gemma4, sparse"),
     "gemma4_unified",
@@ -72,6 +73,10 @@ def _larger(tiny: Tiny) -> dict[str, object]:
         grown["sliding_window"] = 45
     if "linear_num_value_heads" in tiny.fields:
         grown |= {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    if "mamba_num_heads" in tiny.fields:
+        grown |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    if "mamba_n_heads" in tiny.fields:
+        grown |= {"mamba_n_heads": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     if tiny.fields.get("hidden_size_per_layer_input"):
@@ -163,6 +168,14 @@ FILES: dict[str, dict[str, object]] = {
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
     },
     "glm4_moe": {**WIDE, **EXPERTS},
+    "nemotron_h": {
+        **WIDE, **EXPERTS, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32,
+        "moe_shared_expert_intermediate_size": 512,
+    },
+    "granitemoehybrid": {
+        **{key: value for key, value in WIDE.items() if key != "head_dim"}, "mamba_n_heads": 8, "mamba_d_head": 64,
+        "mamba_n_groups": 2, "shared_intermediate_size": 512,
+    },
     "minimax_m2": WIDE,
     "ernie4_5_moe": {**WIDE, **EXPERTS},
     "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
@@ -190,6 +203,8 @@ KINDS_OF = {
     "qwen3_next": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("minimax_m2", "lfm2_moe"), ("Q8_0",)),
+    "nemotron_h": ("Q8_0", "Q4_K experts"),
+    "granitemoehybrid": ("Q4_K experts",),
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     "lfm2": ("F32", "Q8_0", "Q4_K and others"),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),

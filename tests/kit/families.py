@@ -112,6 +112,14 @@ STATES: dict[str, object] = {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+MAMBA: dict[str, object] = {  # without the least time step of a prompt, which a single step does not have
+    "mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+    "time_step_min": 1e-12, "num_hidden_layers": ..., "rope_parameters": ...,
+}  # fmt: skip
+GRANITE_MAMBA: dict[str, object] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": ...,
+}  # fmt: skip
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GLM_EXPERTS: dict[str, object] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 SECTIONS = {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1, 1]}
@@ -393,6 +401,37 @@ TINY: dict[str, Tiny] = {
         "olmo_hybrid", num_hidden_layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
         linear_value_head_dim=8, linear_allow_neg_eigval=False, attention_bias=True, tie_word_embeddings=True,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "nemotron_h": _with(
+        "nemotron_h", **MAMBA, **GLM_EXPERTS, moe_shared_expert_intermediate_size=24, routed_scaling_factor=2.5,
+        layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp"],
+    ),
+    "nemotron_h, dense": _with(
+        "nemotron_h", **MAMBA | {"mamba_num_heads": 4, "n_groups": 1, "conv_kernel": 3}, use_bias=True, mlp_bias=True,
+        use_conv_bias=False, num_key_value_heads=1,
+        layers_block_type=["mlp", "linear_attention", "full_attention", "mlp", "linear_attention"],
+    ),
+    "nemotron_h, groups": _with(
+        "nemotron_h", **MAMBA | {"n_groups": 6}, **GLM_EXPERTS | {"n_routed_experts": 12}, n_group=3, topk_group=2,
+        moe_shared_expert_intermediate_size=32, norm_topk_prob=False, num_key_value_heads=4,
+        layers_block_type=["full_attention", "moe", "linear_attention", "moe"],
+    ),
+    "nemotron_h, latents": _with(
+        "nemotron_h", **MAMBA, **GLM_EXPERTS, moe_shared_expert_intermediate_size=24, moe_latent_size=16,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    ),
+    "granitemoehybrid": _with(
+        "granitemoehybrid", **MULTIPLIED, **GRANITE_MAMBA, num_local_experts=8, num_experts_per_tok=3,
+        intermediate_size=16, shared_intermediate_size=24,
+    ),
+    "granitemoehybrid, dense": _with(
+        "granitemoehybrid", **MULTIPLIED, **GRANITE_MAMBA | {"mamba_n_groups": 2, "mamba_d_conv": 2},
+        num_local_experts=0, shared_intermediate_size=48, position_embedding_type="rope", attention_bias=True,
+        mamba_proj_bias=True, mamba_conv_bias=False, num_key_value_heads=1, tie_word_embeddings=True,
+    ),
+    "granitemoehybrid, attention alone": _with(
+        "granitemoehybrid", **MULTIPLIED, **GRANITE_MAMBA | {"layer_types": ["full_attention"] * 4},
+        num_local_experts=0, shared_intermediate_size=48, position_embedding_type="rope",
     ),
     "qwen3_vl": Tiny("qwen3_vl_text", {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}}, "qwen3_vl"),
     "qwen3_vl_moe": Tiny(

@@ -38,10 +38,12 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "glm4v_moe_text": "glm4moe",
     "minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe", "hunyuan_v1_moe": "hunyuan-moe",
     "exaone_moe": "exaone-moe", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "solar_open": "glm4moe",
-    "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe", "granitemoehybrid": "granitehybrid",
 }  # fmt: skip
-PERMUTED = ("llama", "granite", "smollm3", "arcee", "mistral3")
+PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
+NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
+MAMBA = ("nemotron_h", "granitemoehybrid")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
@@ -57,6 +59,7 @@ LAYER_NORM = {
     "cohere2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
+    "nemotron_h": "layer_norm_epsilon",
 }
 BESIDE_TEXT = re.compile(r"visual\.|vision_tower\.|audio_tower\.")
 NUMBERS_SIZE = 0.05  # of random blocks, as a root of their mean square
@@ -83,7 +86,7 @@ def write_gguf(
     joins_states: whether Qwen3-Next's queries, keys, values and gates are in one tensor, as in old files. Returns the
     numbers of the tensors, in fp32, by Hugging Face's names."""
     config = text_config(json.loads((folder / "config.json").read_text()))
-    named, arch = arch or ARCHITECTURES[config["model_type"]], ARCHITECTURES[config["model_type"]]
+    named, arch = arch or architecture_of(config), architecture_of(config)
     writer = gguf.GGUFWriter(path, named, split_max_tensors=split)
     _metadata(writer, config, arch)
     if tokenizer:
@@ -99,6 +102,8 @@ def write_gguf(
         if not BESIDE_TEXT.search(name)
     }
     stacks = stacked(tensors, config["model_type"])
+    if config["model_type"] == "granitemoehybrid":
+        stacks = of_granite(stacks, config)
     if arch == "qwen3next" and not joins_states:
         stacks = ungrouped(stacks, config)
     if fused or (fused is None and arch == "gemma4"):
@@ -122,6 +127,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    """llama.cpp's architecture of a model; of some families it depends on what layers have."""
+    family, types = config["model_type"], layer_types(config)
+    if family == "nemotron_h" and "moe" not in types:
+        return "nemotron_h"
+    return "granite" if family == "granitemoehybrid" and "linear_attention" not in types else ARCHITECTURES[family]
+
+
+def layer_types(config: dict[str, Any]) -> list[str]:
+    found: list[str] = config.get("layers_block_type") or config.get("layer_types") or []
+    return found
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +194,23 @@ def of_gemma4(prefix: str, part: str, tensor: Tensor) -> dict[str, Tensor]:
     return {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
 
 
+def of_granite(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """With gates and ups apart, under names that the package knows."""
+    network = "mlp.shared_expert." if config["num_local_experts"] else "mlp."
+    of = {"block_sparse_moe.input_linear": "mlp.experts.", "shared_mlp.input_linear": network}
+    of |= {"block_sparse_moe.output_linear": "mlp.experts.", "shared_mlp.output_linear": network}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = next((part for part in of if part in name), None)
+        if part is None:
+            found[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if "input" in part else ("down_proj",)
+        pieces = tensor.chunk(len(parts), -2)
+        found |= {name.replace(part, of[part] + own): each for own, each in zip(parts, pieces, strict=True)}
+    return found
+
+
 def ungrouped(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """With queries, keys and values of all key heads in one tensor, one after the other, and gates in another."""
     keys = config["linear_num_key_heads"]
@@ -203,7 +238,7 @@ def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def in_layer(name: str) -> str:
     """llama.cpp's name of a tensor of a layer that the package has no name for: of all experts, and WHOLE_NAMES."""
-    number, _, part = name.removeprefix("model.layers.").partition(".")
+    number, _, part = name.removeprefix("model.layers.").removeprefix("backbone.layers.").partition(".")
     matrix, _, kind = f".{part}".partition(".experts.")[2].partition(".")
     if matrix:
         matrix = {"w1": "gate", "w2": "down", "w3": "up"}.get(matrix, matrix)
@@ -213,8 +248,8 @@ def in_layer(name: str) -> str:
 
 def num_blocks(config: dict[str, Any]) -> int:
     """Layers, and those of the next-token head."""
-    count: int = config["num_hidden_layers"] + num_drafts(config)
-    return count
+    layers: int = config.get("num_hidden_layers") or len(layer_types(config))
+    return layers + num_drafts(config)
 
 
 def num_drafts(config: dict[str, Any]) -> int:
@@ -229,7 +264,8 @@ def block_name(name: str, config: dict[str, Any]) -> str:
         _, _, number, rest = name.split(".", 3)
         return f"model.layers.{config['num_hidden_layers'] + int(number)}.{rest}"
     for own, known in (
-        (".dt_bias", ".dt_proj.bias"), ("correction_bias", "correction.bias"), (".expert_bias", ".expert_bias.bias"),
+        (".mixer.dt_bias", ".mixer.dt.bias"), (".dt_bias", ".dt_proj.bias"), ("correction_bias", "correction.bias"),
+        (".expert_bias", ".expert_bias.bias"),
     ):  # fmt: skip
         name = name.replace(own, known)
     return name + (".weight" if name.endswith(".sinks") else "")
@@ -238,7 +274,7 @@ def block_name(name: str, config: dict[str, Any]) -> str:
 def of_head(name: str, config: dict[str, Any]) -> str:
     """llama.cpp's name of a part of a next-token head, "" of any other tensor. The package has none for it."""
     kind, _, part = name.removesuffix(".weight").rpartition(".")
-    return f"blk.{config['num_hidden_layers']}.nextn.{OF_HEAD[part]}.weight" if kind == "mtp" else ""
+    return f"blk.{num_blocks(config) - num_drafts(config)}.nextn.{OF_HEAD[part]}.weight" if kind == "mtp" else ""
 
 
 def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
@@ -246,6 +282,8 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         return with_states(name, tensor, config)
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
+    if config["model_type"] in MAMBA and (".mixer." in name or ".mamba." in name):
+        return with_mamba(name, tensor, config)
     if name.endswith("shared_expert_gate.weight"):
         return tensor.squeeze(0)
     if arch in PLUS_ONE and ("norm.weight" in name or ".pre_fc_norm" in name):
@@ -259,6 +297,15 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
             pairs = heads_rows[:, 0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
             return torch.stack([pairs, heads_rows[:, 1]], 1).flatten(0, 2)
     return tensor
+
+
+def with_mamba(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    part = name.rpartition("mixer.")[2].rpartition("mamba.")[2]
+    if part in ("A_log", "D"):
+        return (-tensor.exp() if part == "A_log" else tensor).reshape(-1, 1)
+    if part == "norm.weight":
+        return tensor.reshape(_first(config, "n_groups", "mamba_n_groups"), -1)
+    return tensor.squeeze() if part == "conv1d.weight" else tensor
 
 
 def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -283,7 +330,7 @@ def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> np.ndarray:
     numbers = np.ascontiguousarray(tensor.numpy())
     in_fp32 = numbers.ndim == 1 or any(
-        each in name for each in (".bias", "_norm", "conv1d", "shortconv.conv", "ffn_gate_inp")
+        each in name for each in (".bias", "_norm", "conv1d", "shortconv.conv", "ffn_gate_inp", "ssm_a", "ssm_d")
     )
     if in_fp32 or numbers.shape[-1] % 32:
         kind = "F32" if kind not in NUMBERS or in_fp32 else kind
@@ -345,12 +392,12 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     writer.add_block_count(num_blocks(config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
-    if "intermediate_size" in config:
+    if "intermediate_size" in config and arch not in NEMOTRON_H:
         writer.add_feed_forward_length(_inner_sizes(config))
     writer.add_head_count(heads)
     if arch in CONVOLVED:
         _convolutions(writer, config)
-    elif arch != "gemma4":
+    elif arch != "gemma4" and config["model_type"] not in MAMBA:
         writer.add_head_count_kv(config["num_key_value_heads"])
     if config["model_type"] in LAYER_NORM:
         writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
@@ -364,15 +411,19 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if local := (config.get("rope_parameters") or {}).get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if count := _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+    if config["model_type"] in MAMBA:
+        _mamba(writer, config, arch)
+    if arch != "nemotron_h" and (
+        count := _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    ):
         used = _first(config, "top_k_experts", "num_experts_per_tok", "moe_topk", "moe_k")
         writer.add_expert_count(count)
         writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
-        if arch != "olmoe":
+        if arch not in ("olmoe", "granitehybrid"):
             writer.add_expert_feed_forward_length(_first(config, "moe_intermediate_size", "intermediate_size"))
     if arch in ("qwen35moe", "qwen3next", "qwen2moe"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if arch in ("glm4moe", "exaone-moe"):
+    if arch in ("glm4moe", "exaone-moe", "nemotron_h_moe"):
         _sigmoid_experts(writer, config)
     if arch == "minimax-m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -435,6 +486,30 @@ def _convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if writer.arch == "lfm2moe":
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    """Sizes of states, and by layer what those of one part have."""
+    types = layer_types(config)
+    kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in types]
+    writer.add_head_count_kv(kv_heads if arch != "granite" else kv_heads[0])
+    if arch in NEMOTRON_H:
+        inner = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+        writer.add_feed_forward_length([inner.get(kind, 0) for kind in types])
+    if arch == "nemotron_h_moe":
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        if config.get("moe_latent_size"):
+            writer.add_moe_latent_size(config["moe_latent_size"])
+    if arch == "granitehybrid":
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if arch != "granite":
+        heads = _first(config, "mamba_num_heads", "mamba_n_heads")
+        writer.add_ssm_conv_kernel(_first(config, "conv_kernel", "mamba_d_conv"))
+        writer.add_ssm_state_size(_first(config, "ssm_state_size", "mamba_d_state"))
+        writer.add_ssm_group_count(_first(config, "n_groups", "mamba_n_groups"))
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * _first(config, "mamba_head_dim", "mamba_d_head"))
 
 
 def _first(config: dict[str, Any], *keys: str) -> Any:

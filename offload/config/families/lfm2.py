@@ -30,7 +30,7 @@ NAMES = TensorNames(
     down=f"{_NETWORK}w2",
     before_attention="operator_norm",
     before_feed_forward="ffn_norm",
-    last_norm="embedding_norm",
+    final_norm="embedding_norm",
     recurrence=RecurrenceNames(parts=("conv.in_proj",) * 3, taps=("conv.conv",), out="conv.out_proj"),
     experts=ExpertNames(
         router=f"{_NETWORK}gate",
@@ -40,7 +40,7 @@ NAMES = TensorNames(
         bias=f"{_NETWORK}expert_bias",
     ),
 )
-_OWN_NAMES = replace(NAMES, out="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
+_OWN_NAMES = replace(NAMES, out="out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
 
 
 def describe(source: Fields) -> ModelConfig:

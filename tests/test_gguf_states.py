@@ -1,5 +1,5 @@
-"""GGUF files of models with recurrent states (`qwen35`): value heads and decays as llama.cpp's converter stores them,
-next-token heads; what a file claims and has not is refused by its name."""
+"""GGUF files of models with recurrent states (`qwen35`) and short convolutions (`lfm2`): value heads and decays as
+llama.cpp's converter stores them, next-token heads; what a file claims and has not is refused by its name."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_layers_have_states_as_the_file_lists_them_or_all_but_every_nth(tmp_path
 def put(key: str, value: Any) -> Change:
     def change(writer: gguf.GGUFWriter) -> None:
         add = writer.add_array if isinstance(value, list) else writer.add_uint32
-        add(f"qwen35.{key}", value)
+        add(f"{writer.arch}.{key}", value)
 
     return change
 
@@ -268,4 +268,39 @@ def test_the_architecture_beside_it_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(save_tiny("qwen3_5", tmp_path / "folder"), path, arch="kimi-linear")
     with pytest.raises(ModelError, match=r"its architecture is 'kimi-linear', known are .*qwen3, qwen35, qwen35moe, "):
+        read_config(path)
+
+
+def test_the_last_norm_of_lfm2_may_have_either_name(tmp_path: Path) -> None:
+    folder = save_tiny("lfm2", tmp_path / "folder")
+    norm = load_file(folder / "model.safetensors")["model.embedding_norm.weight"].numpy()
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("output_norm.weight", norm)
+
+    write_gguf(folder, older := tmp_path / "older.gguf")
+    write_gguf(folder, newer := tmp_path / "newer.gguf", without="embedding_norm", change=change)
+    assert "token_embd_norm.weight" in read_header(older).tensors
+    assert "token_embd_norm.weight" not in read_header(newer).tensors
+    assert torch.equal(logits(older), logits(newer))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("attention.head_count_kv", 2, r"lfm2\.attention\.head_count_kv is 2; it must be a list"),
+        ("attention.head_count_kv", [0, 2, 1, 0], r"a list of as many as layers, the same in all that attend, and 0"),
+        ("attention.head_count_kv", [0, 2, 2], r"a list of as many as layers, the same in all that attend, and 0"),
+        ("attention.head_count_kv", [0] * 4, r"a list of as many as layers, the same in all that attend, and 0"),
+        ("attention.sliding_window", 4, r"lfm2\.attention\.sliding_window is 4; it must be absent or 0"),
+        ("shortconv.l_cache", 1, r"conv_L_cache is 1; it must be 2 or more"),
+        ("shortconv.l_cache", 0, r"lfm2\.shortconv\.l_cache is 0; it must be a whole number from 1"),
+    ],
+)
+def test_metadata_of_convolutions_that_contradict_are_refused_by_name(
+    tmp_path: Path, key: str, value: Any, said: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(save_tiny("lfm2", tmp_path / "folder"), path, tokenizer="", change=put(key, value))
+    with pytest.raises(ModelError, match=said):
         read_config(path)

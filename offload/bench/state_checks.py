@@ -1,4 +1,4 @@
-"""Checks that a device computes recurrent states correctly, at the shape of a well-known model; part of `triforce
+"""Checks that a device computes recurrences correctly, at the shapes of well-known models; part of `triforce
 doctor`."""
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
-from offload.config.block import DeltaRule, Norm
+from offload.config.block import DeltaRule, Norm, Recurrence, ShortConvolution
 from offload.kernels import choice
-from offload.kernels.delta import delta_rule
-from offload.kernels.device import DeviceKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.kv.layer_states import LayerStates
@@ -23,34 +22,41 @@ from offload.transfer.memory import Memory
 
 DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the heads of Qwen3.6-27B
 HEAD_DIM = 256  # of its layers that attend
+CHECKED: dict[str, Recurrence] = {
+    "states, Qwen3.6-27B": DELTA,
+    "short convolutions, LFM2-1.2B": ShortConvolution(2048),
+}
 NUM_ROWS = 40
 ROUNDS = ((24, 24), (1, 1), (6, 3), (12, 12))  # rows of a pass, and how many of them stay
 
 
 def state_checks(hardware: Hardware, dtypes: Sequence[str], remedy: str) -> Iterator[Named]:
     """The checks of one device in each of `dtypes`."""
-    for dtype in dtypes:
-        yield f"states, Qwen3.6-27B, {dtype}", partial(_states, hardware, dtype), remedy
+    for name, mixer in CHECKED.items():
+        for dtype in dtypes:
+            yield f"{name}, {dtype}", partial(_states, hardware, dtype, mixer), remedy
 
 
-def _states(hardware: Hardware, dtype: str) -> Shown:
+def _states(hardware: Hardware, dtype: str, mixer: Recurrence) -> Shown:
     """Compare passes of which rows are rejected with torch's operators in fp32, and check that a row has the same bits
     alone."""
-    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(DELTA.parts), seed=1).to(DTYPES[dtype])
+    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(mixer.parts), seed=1).to(DTYPES[dtype])
     kernels = choice.fitting(device, HEAD_DIM, ())
-    together = _run(kernels, device, rows, ROUNDS)
-    alone = _run(kernels, device, rows, ((1, 1),) * NUM_ROWS)
-    error, same = error_of(together, _expected(rows).double()), torch.equal(together, alone)
+    together = _run(kernels, device, mixer, rows, ROUNDS)
+    alone = _run(kernels, device, mixer, rows, ((1, 1),) * NUM_ROWS)
+    error, same = error_of(together, _expected(mixer, rows).double()), torch.equal(together, alone)
     bits = "the same bits" if same else "OTHER BITS"
     shown = f"errors of up to {error:.1e}, at most {TOLERANCES[dtype]:.0e}; {bits} of rows together and one at a time"
     return same and error <= TOLERANCES[dtype], shown
 
 
-def _run(kernels: DeviceKernels, device: torch.device, rows: Tensor, rounds: Sequence[tuple[int, int]]) -> Tensor:
+def _run(
+    kernels: DeviceKernels, device: torch.device, mixer: Recurrence, rows: Tensor, rounds: Sequence[tuple[int, int]]
+) -> Tensor:
     """The output of `rows` in passes, each of which is followed by wrong rows, [n, out_size] on the CPU."""
     memory, start, out = Memory(device), 0, list[Tensor]()
-    states = LayerStates(memory, DELTA, num_layers=1, rows=NUM_ROWS, dtype=rows.dtype, kernels=kernels)
-    weights = _weights(device)
+    states = LayerStates(memory, mixer, num_layers=1, rows=NUM_ROWS, dtype=rows.dtype, kernels=kernels)
+    weights = _weights(mixer, device)
     for count, kept in rounds:
         some = rows[start : start + kept]
         wrong = rows.flip(0)[: count - kept]
@@ -62,22 +68,24 @@ def _run(kernels: DeviceKernels, device: torch.device, rows: Tensor, rounds: Seq
     return torch.cat(out)
 
 
-def _expected(rows: Tensor) -> Tensor:
+def _expected(mixer: Recurrence, rows: Tensor) -> Tensor:
     """The output of `rows` by torch's operators in fp32, one row after the other."""
-    inputs = torch.zeros(DELTA.width - 1, DELTA.kept)
-    held = Held(torch.zeros(DELTA.state_shape), inputs)
-    return delta_rule(DELTA, _weights(torch.device("cpu")), held, rows.float(), Replayed(0), settles=True)
+    inputs = torch.zeros(mixer.width - 1, mixer.kept)
+    held, weights = Held(torch.zeros(mixer.state_shape), inputs), _weights(mixer, torch.device("cpu"))
+    return NONE.recurrences[type(mixer)](mixer, weights, held, rows.float(), Replayed(0), settles=True)
 
 
-def _weights(device: torch.device) -> RecurrenceWeights:
+def _weights(mixer: Recurrence, device: torch.device) -> RecurrenceWeights:
+    taps = (_random(mixer.width, mixer.channels, seed=2) / 2).to(device)
+    if isinstance(mixer, ShortConvolution):
+        return RecurrenceWeights(taps)
     vectors = (
-        _random(DELTA.width, DELTA.channels, seed=2) / 2,
-        -_random(DELTA.num_heads, seed=3).exp(),
-        _random(DELTA.num_heads, seed=4),
-        1 + _random(DELTA.value_dim, seed=5) / 4,
+        -_random(mixer.num_heads, seed=3).exp(),
+        _random(mixer.num_heads, seed=4),
+        1 + _random(mixer.value_dim, seed=5) / 4,
     )
-    taps, decay, time_bias, norm = (each.to(device) for each in vectors)
-    return RecurrenceWeights(taps, decay, time_bias, NormWeights(DELTA.norm, norm))
+    decay, time_bias, norm = (each.to(device) for each in vectors)
+    return RecurrenceWeights(taps, decay, time_bias, NormWeights(mixer.norm, norm))
 
 
 def _random(*shape: int, seed: int) -> Tensor:

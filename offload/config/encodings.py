@@ -51,7 +51,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         layer, names = config.layer_name(index), _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
-        of_operators |= {"input_gate": (names.input_gate,), "input_out": (names.input_out,)}
+        of_operators |= {"input_gate": names.inputs[:1], "input_out": names.inputs[1:]}
         for operator, own_parts in parts.items():
             for name, part in zip(of_operators[operator], own_parts, strict=True):
                 if part.outputs and part.inputs:
@@ -78,8 +78,7 @@ class _MatrixNames:
     gate_up: tuple[str, ...]
     down: str
     experts: tuple[tuple[str, ...], ...]
-    input_gate: str
-    input_out: str
+    inputs: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
@@ -89,8 +88,8 @@ class _MatrixNames:
         gate_up = [gate, up] if inner.gated else [up]
         weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down])]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        of_input = (f"{names.input_gate}.weight", f"{names.input_out}.weight")
-        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts, *of_input)
+        inputs = (f"{names.input_gate}.weight", f"{names.input_out}.weight") if block.input_size else ()
+        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts, inputs)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -118,8 +117,7 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         tuple(map(of, stored.gate_up)) if has_network else (),
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
-        of(stored.input_gate) if block.input_size else "",
-        of(stored.input_out) if block.input_size else "",
+        tuple(map(of, stored.inputs)),
     )
     return found if any(found.every) else Encodings()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
-from offload.config.block import DeltaRule, Norm, Recurrence, ShortConvolution
+from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence, ShortConvolution
 from offload.kernels import choice
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.norms import NormWeights
@@ -24,6 +24,7 @@ DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the hea
 HEAD_DIM = 256  # of its layers that attend
 CHECKED: dict[str, Recurrence] = {
     "states, Qwen3.6-27B": DELTA,
+    "states, Nemotron 3 Nano": Mamba2(2, 16, 128, 64),  # a quarter of its heads
     "short convolutions, LFM2-1.2B": ShortConvolution(2048),
 }
 NUM_ROWS = 40
@@ -76,16 +77,14 @@ def _expected(mixer: Recurrence, rows: Tensor) -> Tensor:
 
 
 def _weights(mixer: Recurrence, device: torch.device) -> RecurrenceWeights:
-    taps = (_random(mixer.width, mixer.channels, seed=2) / 2).to(device)
-    if isinstance(mixer, ShortConvolution):
-        return RecurrenceWeights(taps)
-    vectors = (
-        -_random(mixer.num_heads, seed=3).exp(),
-        _random(mixer.num_heads, seed=4),
-        1 + _random(mixer.value_dim, seed=5) / 4,
-    )
-    decay, time_bias, norm = (each.to(device) for each in vectors)
-    return RecurrenceWeights(taps, decay, time_bias, NormWeights(mixer.norm, norm))
+    made = {name: _random(*shape, seed=seed) for seed, (name, shape) in enumerate(mixer.vectors.items(), 2)}
+    made["taps"] /= 2
+    if "decay" in made:
+        made["decay"] = -made["decay"].exp()
+    norm = None
+    if mixer.norm is not None:
+        norm = NormWeights(mixer.norm, (1 + _random(mixer.norm_size, seed=1) / 4).to(device))
+    return RecurrenceWeights(**{name: each.to(device) for name, each in made.items()}, norm=norm)
 
 
 def _random(*shape: int, seed: int) -> Tensor:

@@ -377,7 +377,7 @@ class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
     any, ups and downs; all experts of a layer have the same. latents: of the matrices before and behind experts.
-    input_gate, input_out: of a layer with an input. () if all are plain."""
+    inputs: of the gate of the layer's input and of the matrix behind it. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
@@ -385,14 +385,12 @@ class Encodings:
     down: str = ""
     experts: tuple[str, ...] = ()
     latents: tuple[str, ...] = ()
-    input_gate: str = ""
-    input_out: str = ""
+    inputs: tuple[str, ...] = ()
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        own = (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, *self.latents)
-        return (*own, self.input_gate, self.input_out)
+        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, *self.latents, *self.inputs)
 
 
 @dataclass(frozen=True)

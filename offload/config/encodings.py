@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings
-from offload.config.matrices import LATENTS, Matrix, expert_matrices, layer_parts
+from offload.config.matrices import Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
 from offload.config.next_token import head_of
@@ -51,8 +51,8 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         layer, names = config.layer_name(index), _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
-        of_operators |= {"input_gate": (names.input_gate,), "input_out": (names.input_out,)}
-        of_operators |= dict(zip(LATENTS, [(name,) for name in names.latents], strict=False))
+        of_operators |= {"to_latent": names.latents[:1], "from_latent": names.latents[1:]}
+        of_operators |= {"input_gate": names.inputs[:1], "input_out": names.inputs[1:]}
         for operator, own_parts in parts.items():
             for name, part in zip(of_operators[operator], own_parts, strict=True):
                 if part.outputs and part.inputs:
@@ -80,8 +80,7 @@ class _MatrixNames:
     down: str
     experts: tuple[tuple[str, ...], ...]
     latents: tuple[str, ...]
-    input_gate: str
-    input_out: str
+    inputs: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
@@ -93,9 +92,9 @@ class _MatrixNames:
         latents = [names.experts.to_latent, names.experts.from_latent] if block.has_latents else []
         weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents)]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        of_input = (f"{names.input_gate}.weight", f"{names.input_out}.weight")
+        inputs = (f"{names.input_gate}.weight", f"{names.input_out}.weight") if block.input_size else ()
         of_layer = tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0]
-        return cls(*of_layer, experts, tuple(weights[4]), *of_input)
+        return cls(*of_layer, experts, tuple(weights[4]), inputs)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -125,8 +124,7 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
         tuple(map(of, stored.latents)),
-        of(stored.input_gate) if block.input_size else "",
-        of(stored.input_out) if block.input_size else "",
+        tuple(map(of, stored.inputs)),
     )
     return found if any(found.every) else Encodings()
 

@@ -42,8 +42,8 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         shapes["to_latent"] = (latent,), hidden_size, stored.latents[:1]
         shapes["from_latent"] = (hidden_size,), latent, stored.latents[1:]
     if size := block.input_size:
-        shapes["input_gate"] = ((size,), hidden_size, (stored.input_gate,))
-        shapes["input_out"] = ((hidden_size,), size, (stored.input_out,))
+        shapes["input_gate"] = ((size,), hidden_size, stored.inputs[:1])
+        shapes["input_out"] = ((hidden_size,), size, stored.inputs[1:])
     return {
         name: tuple(
             Matrix(rows, inputs, kind) for rows, kind in zip(outputs, kinds or [""] * len(outputs), strict=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from offload.config.assistant import Assistant
 from offload.config.block import (
     FACTOR_BYTES,
     Attention,
@@ -44,7 +45,8 @@ class ModelConfig:
     contains this language model. table_encoding, head_encoding: of the embedding's table and of the head, see
     `Encodings`; both are the same if the head is the table. quantisation: the rules from which the encodings follow, if
     config.json has some. next_token: the layer of its next-token head (MTP), if it has one. suppressed: tokens that are
-    never drawn. layer_table: of the inputs of layers. is_head: this is such a head by itself (config/next_token.py).
+    never drawn. layer_table: of the inputs of layers. assistant: this is a draft without a cache, all of whose layers
+    share keys and values. is_head: this is such a head by itself (config/next_token.py).
     """
 
     family: str
@@ -71,6 +73,7 @@ class ModelConfig:
     suppressed: tuple[int, ...] = ()
     is_head: bool = False
     layer_table: LayerTable | None = None
+    assistant: Assistant | None = None
 
     @property
     def num_layers(self) -> int:
@@ -255,6 +258,11 @@ class ModelConfig:
         )
 
     @property
+    def reads_hidden(self) -> bool:
+        """Whether it drafts from its target's hidden rows: as a next-token head, or as an assistant."""
+        return self.is_head or self.assistant is not None
+
+    @property
     def context_limit(self) -> int:
         """The longest supported context in positions. Configs often keep `max_position_embeddings` at the unscaled
         length."""
@@ -425,6 +433,8 @@ class ModelConfig:
         vectors = self.hidden_size * (1 + self.norm.bias) * self.norm.itemsize(dtype_bytes)
         tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
         tables += sum(each.nbytes(dtype_bytes) for each in self.of_layer_table.values())
+        own = self.assistant.matrices(self.hidden_size) if self.assistant else {}
+        tables += sum(each.nbytes(dtype_bytes) for each in own.values())
         vectors += self.layer_table.size * self.layer_table.norm.itemsize(dtype_bytes) if self.layer_table else 0
         return self.layers_weight_bytes(dtype_bytes) + tables + vectors
 

@@ -15,7 +15,7 @@ from offload.kernels.places import write_rows
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kernels.rows import rounded_up
-from offload.kernels.runs import MASS_DTYPE, Rows, Run
+from offload.kernels.runs import MASS_DTYPE, Rows, Run, attended
 from offload.kv import Phase
 from offload.kv.parts import PagedPart
 from offload.kv.places import Places, in_turn
@@ -129,6 +129,16 @@ class FullCache(PagedPart):
             block.attend(tile, index * tokens)
             access.close(held, index)
         return block.attended().to(q.dtype)
+
+    def peek(self, layer: int, q: Tensor, position: int, scoring: Scoring) -> Tensor:
+        """The attention [1, H * D] of a row of another model, q [1, H, D], not rotated, over all tokens of a layer.
+        Nothing is added. All tiles must be on the device. position: of the row. scoring: of its queries."""
+        assert self.pages.all_on_device
+        (q, k, v), _ = in_turn(q, None, None, self.shape.num_kv_heads)
+        rows, tokens = Rows(q, k, v, scoring, position, self.length - 1), self.shape.tokens
+        tiles = ((index, index * tokens) for index in range(self.shape.count(self.length)))
+        runs = (Run(self.pages.store.home(layer, index), min(self.length - at, tokens), at) for index, at in tiles)
+        return attended(self._attention, rows, [part for run in runs for part in self._parts(run)], into=0)
 
     def advance(self, num_tokens: int, *, ahead: bool = False) -> None:
         """The forward that began is over, see `Cache`. ahead: see `begin`."""

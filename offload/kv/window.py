@@ -15,7 +15,7 @@ from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import write_rows
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.rope import Scoring
-from offload.kernels.runs import Run, attended
+from offload.kernels.runs import Rows, Run, attended
 from offload.kv import Phase
 from offload.kv.parts import PagedPart, first_page_seen
 from offload.kv.places import QKV, Places, in_turn, joined
@@ -70,6 +70,11 @@ class WindowCache(PagedPart):
         self._taken = [0] * len(windows)
 
     @property
+    def last(self) -> int:
+        """The reading layer that is the last one with keys and values of its own."""
+        return self._reads.index(self.num_layers - 1)
+
+    @property
     def first_page(self) -> int:
         """The first page of the sequence that is still in the ring."""
         return max(self.first_kept(self._stop), self._oldest)
@@ -114,6 +119,13 @@ class WindowCache(PagedPart):
         parts = [(0, known, False), (known, len(q), writes)]
         found = [self._decode(layer, *part, qkv) for part in parts if part[0] < part[1]]
         return joined(found)
+
+    def peek(self, layer: int, q: Tensor, position: int, scoring: Scoring) -> Tensor:
+        """The attention [1, H * D] of a row of another model, q [1, H, D], not rotated, over the last tokens of a
+        layer's window. Nothing is added. position: of the row. scoring: of its queries."""
+        (q, k, v), _ = in_turn(q, None, None, self.shape.num_kv_heads)
+        rows = Rows(q, k, v, scoring, position, self.length - 1, self._windows[layer])
+        return attended(self._attention, rows, self._runs(layer, self.length - 1, self.length), into=0)
 
     def advance(self, num_tokens: int) -> None:
         """The forward is over and its first `num_tokens` rows count."""
@@ -185,12 +197,15 @@ class WindowCache(PagedPart):
         """Rows `first` to `stop` of the forward, written to the ring or, where their tokens are known, not."""
         q, k, v = (each[first:stop] for each in qkv)
         rows = self._places.rows(first, (q, k, v), self.scorings[layer], window=self._windows[layer])
-        end = rows.index + len(q)
-        runs = [
-            Run(tile, min(end - base, tile.shape[1] * self.shape.page_tokens), base, windowed=True)
-            for tile, base in self._seen(layer, rows.index, end)
-        ]
+        runs = self._runs(layer, rows.index, rows.index + len(q))
         return attended(self._attention, rows, runs, into=len(runs) if writes else 0)
+
+    def _runs(self, layer: int, start: int, stop: int) -> list[Run]:
+        """What rows at `start` to `stop` see."""
+        return [
+            Run(tile, min(stop - base, tile.shape[1] * self.shape.page_tokens), base, windowed=True)
+            for tile, base in self._seen(layer, start, stop)
+        ]
 
     def _decode_in_ring(self, layer: int, qkv: QKV, *, writes: bool) -> Tensor:
         """The forward's rows, of which those that are not known are written to the ring if they are to be."""

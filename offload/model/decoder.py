@@ -214,6 +214,10 @@ class Decoder:
             cache.advance(len(tokens))
             self.finish()
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The tokens' embeddings as the first layer reads them: int64 [T] -> [T, hidden]."""
+        return self._embedded(tokens)
+
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         """The tokens' embeddings [T, hidden], normed and scaled as the model requires; in `out` if it is given."""
         x = self.weights.embedding.rows(tokens, out=out)

@@ -10,6 +10,7 @@ import torch
 from offload.config.next_token import own_bytes
 from offload.config.reading import draft_config, read_config
 from offload.kernels.choice import of_model
+from offload.model.assistant import AssistantDecoder
 from offload.model.decoder import Decoder
 from offload.model.next_token import NextTokenDecoder
 from offload.model.sums import Sums
@@ -17,6 +18,7 @@ from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
+from offload.weights.assistant import load_assistant
 from offload.weights.checkpoint import Checkpoint, check_model
 from offload.weights.loader import load_weights
 from offload.weights.next_token import load_next_token
@@ -71,6 +73,11 @@ def load_decoders(
                 decoders[name] = NextTokenDecoder(configs[name], loaded, decoders["target"].weights, found)
                 continue
             check_model(checkpoint, configs[name])
+            if configs[name].assistant:
+                made = load_assistant(checkpoint, configs[name], memory, dtype=dtype, on_bytes=count)
+                found = of_model(memory.device, configs[name])
+                decoders[name] = AssistantDecoder(configs[name], made, decoders["target"], found)
+                continue
             weights = load_weights(
                 checkpoint,
                 configs[name],

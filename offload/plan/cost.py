@@ -53,7 +53,7 @@ class Cost(Passes):
     def draft_acceptance(self) -> float:
         """The chance that the level above the draft accepts its token."""
         draft = self.sizing.draft
-        return HEAD_ACCEPTANCE if draft is not None and draft.is_head else DRAFT_ACCEPTANCE
+        return HEAD_ACCEPTANCE if draft is not None and draft.reads_hidden else DRAFT_ACCEPTANCE
 
     @cached_property
     def gamma(self) -> int:

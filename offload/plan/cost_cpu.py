@@ -35,6 +35,8 @@ class CpuPasses(DevicePasses):
         assert sizing.draft is not None
         held = passes.composition.sinks + passes.composition.window
         cached = held * sizing.draft.read_kv_bytes(sizing.itemsize)
+        if sizing.draft.assistant:
+            cached = sizing.assistant_reads(passes.capacity)
         seconds = sizing.draft_pass.seconds(1, cached, sequences=passes.num_sequences)
         return seconds * sizing.hardware.ranks_per_host  # by the threads of one rank
 

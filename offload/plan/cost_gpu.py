@@ -63,6 +63,7 @@ class GpuPasses(DevicePasses):
         draft, sizing = self.passes.sizing.draft, self.passes.sizing
         assert draft is not None
         of_model = draft.head.nbytes(sizing.itemsize) if draft.is_head else 0  # rows of the head that it shares
+        of_model += sizing.assistant_reads(self.passes.capacity) if draft.assistant else 0
         num_bytes = layers_read_bytes(draft, sizing.itemsize, 1) + rest_bytes(draft, sizing.itemsize) + of_model
         if draft.experts is not None and "draft" not in self.passes.graphs:
             calls = GPU.pass_seconds + draft.num_layers * GPU.layer_seconds

@@ -54,6 +54,10 @@ def _draft_bytes(sizing: Sizing, draft: ModelConfig, composition: Composition) -
     experts see `head_experts`."""
     layers = draft.all_layers(lambda layer: layer.layer_weight_bytes(sizing.itemsize))
     rest = rest_bytes(draft, sizing.itemsize)
+    if draft.assistant:
+        rows = 2 * (1 + _draft_slack(sizing, composition) + composition.gamma)
+        hidden = rows * draft.assistant.target_size * sizing.itemsize
+        return {"draft layers": layers, "draft embeddings": rest, "hidden rows of drafts": hidden}
     if draft.is_head:
         rows = _draft_tokens(sizing, composition) + 2 * composition.gamma
         hidden = rows * draft.hidden_size * sizing.itemsize
@@ -152,8 +156,12 @@ def _all_tokens(sizing: Sizing, capacity: int) -> int:
 
 
 def _draft_tokens(sizing: Sizing, composition: Composition) -> int:
-    slack = composition.gamma + composition.draft_gamma + 2 * sizing.rows
-    return max(composition.sinks, 1) + 2 * (composition.window + slack)
+    return max(composition.sinks, 1) + 2 * (composition.window + _draft_slack(sizing, composition))
+
+
+def _draft_slack(sizing: Sizing, composition: Composition) -> int:
+    """Rows of a draft that may be rejected."""
+    return composition.gamma + composition.draft_gamma + 2 * sizing.rows
 
 
 def _padded(sizing: Sizing, num_rows: int) -> int:

@@ -19,6 +19,7 @@ from offload.plan.bits import ALL_WINDOWS, check_quantised
 from offload.plan.choice import choose, choose_cpu_experts, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
+from offload.plan.drafts import check_draft, check_keys_are_there
 from offload.plan.model_key import key_of
 from offload.plan.options import Options
 from offload.plan.placement import Placement, largest
@@ -133,6 +134,7 @@ def make_plan(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int) -> Pla
     cost, best = choose(sizing, capacity, cpu_experts)
     plain, _ = choose(_without_speculation(sizing), capacity, cpu_experts)
     check_link(options, cost.placement)
+    check_keys_are_there(sizing, cost.composition, cost.placement)
     return Plan(
         request=PlannedRequest(
             target=key_of(target, sizing.dtype),
@@ -166,7 +168,7 @@ def capacity_of(sizing: Sizing, num_prompt_tokens: int, max_tokens: int, notes: 
     UsageError, DoesNotFit."""
     capacity = _fit_context(sizing.target, sizing.options, num_prompt_tokens, max_tokens, notes)
     check_quantised(sizing)
-    _check_draft(sizing.draft)
+    check_draft(sizing)
     _check_windows(sizing)
     _check_cpu_experts(sizing)
     if sizing.options.link_gbps is not None and not sizing.hardware.is_cpu:
@@ -178,15 +180,6 @@ def check_link(options: Options, placement: Placement) -> None:
     """Raise UsageError if a link is paced and nothing crosses it."""
     if options.link_gbps is not None and not placement.offload:
         raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")
-
-
-def _check_draft(draft: ModelConfig | None) -> None:
-    """Raise UsageError for a draft whose layers have states, since it runs over sinks and a window."""
-    if draft is not None and draft.stateful:
-        raise UsageError(
-            f"the draft is a {draft.family} model: its layers have recurrent states, so it cannot draft for another "
-            "one; give another draft, or leave out --draft"
-        )
 
 
 def _check_windows(sizing: Sizing) -> None:

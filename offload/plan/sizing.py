@@ -295,6 +295,13 @@ class Sizing:
             return 0, 0
         return draft.experts_bytes(self.itemsize), draft.expert_bytes(self.itemsize)
 
+    def assistant_reads(self, capacity: int) -> int:
+        """Bytes of the target's keys and values that a row of an assistant reads."""
+        assert self.draft is not None
+        windows = [block.attention.window for block in self.draft.blocks]
+        near = sum(min(window, capacity) for window in windows if window is not None)
+        return near * self._window_kv_bytes + windows.count(None) * capacity * self._layer_kv_bytes
+
     @property
     def num_experts(self) -> int:
         """Experts of a layer that has some; 0 if none has."""

@@ -124,6 +124,14 @@ class Checkpoint:
             )
         return self._mapped(name)
 
+    def integers(self, name: str) -> Tensor:
+        """A tensor of whole numbers, int64. ModelError if there is none of that name, or it has others."""
+        entry = self._entry(name)
+        found = entry.file.get_tensor(entry.stored_name)
+        if found.dtype.is_floating_point or found.dim() != 1:
+            raise ModelError(f"{entry.path}: {name} is {entry.dtype} {list(entry.shape)}, not a list of whole numbers")
+        return found.long()
+
     def _copied(self, name: str) -> None:
         entry = self._entry(name)
         if isinstance(entry.file, MappedFile):

@@ -241,6 +241,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors |= {names.embeddings: table, f"{names.norm}.weight": row}
     tensors |= {f"{names.norm}.bias": row} if config.norm.bias else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_layer_table.items()}
+    beside = config.assistant.matrices(config.hidden_size) if config.assistant else {}
+    tensors |= {name: (each.outputs, each.inputs) for name, each in beside.items()}
     tensors |= {names.layer_norm: (config.layer_table.size,)} if config.layer_table else {}
     return tensors if config.tie_embeddings else tensors | {names.head: table}
 

@@ -24,6 +24,7 @@ from offload.kv.selection import ByMass
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.kv.window import WindowCache
+from offload.model.assistant import TargetKeys
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
@@ -97,16 +98,17 @@ def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCa
 
 
 def last_hidden(plan: Plan, draft: Decoder | None, memory: Memory) -> LastHidden | None:
-    """The target's hidden rows that a next-token head reads; None without one."""
+    """The target's hidden rows that a next-token head or an assistant reads; None without one."""
     composition = plan.composition
-    if draft is None or not draft.config.is_head or not composition.draft:
+    if draft is None or not draft.config.reads_hidden or not composition.draft:
         return None
+    assistant = draft.config.assistant
     return LastHidden(
         memory,
-        hidden_size=draft.config.hidden_size,
+        hidden_size=assistant.target_size if assistant else draft.config.hidden_size,
         dtype=DTYPES[plan.request.dtype],
-        sinks=composition.sinks,
-        window=composition.window,
+        sinks=0 if assistant else composition.sinks,
+        window=1 if assistant else composition.window,
         slack=_slack(plan) + composition.gamma,  # drafts follow a pass of as many rows, of which all may stay
     )
 
@@ -197,6 +199,11 @@ def streaming_cache(plan: Plan, config: ModelConfig, memory: Memory, scoring: Of
         slack=_slack(plan),
         kernels=_attention_kernels(plan, config),
     )
+
+
+def target_keys(plan: Plan, config: ModelConfig, full: FullCache, windows: WindowCache | None) -> TargetKeys:
+    """The target's caches as its assistant, of `config`, reads them."""
+    return TargetKeys(config, full, windows, scorings_of(plan, config))
 
 
 def block_rows(plan: Plan, config: ModelConfig) -> int:

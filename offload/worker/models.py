@@ -102,7 +102,7 @@ class LoadedModels:
         """The function `num_scored` for the target. Raises ModelError where a draft scores fewer tokens."""
         width = num_scored(self.target.config, num_tokens)
         draft = self.decoders["draft"].config if "draft" in self.decoders else None
-        if draft is not None and not draft.is_head and (fewer := draft.vocab_size) < width:
+        if draft is not None and not draft.reads_hidden and (fewer := draft.vocab_size) < width:
             raise ModelError(f"the draft scores {fewer} tokens, the target {width}; --draft none")
         return width
 

@@ -21,6 +21,7 @@ from offload.kv.retrieval import RetrievalCache
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
 from offload.metrics import ExpertStats, LevelStats, LinkStats, RankStats
+from offload.model.assistant import AssistantDecoder, AssistantLevel
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Hidden, Level, StreamingLevel
 from offload.model.loading import DTYPES
@@ -43,6 +44,7 @@ from offload.worker.assemble import (
     scorings_of,
     state_cache,
     streaming_cache,
+    target_keys,
     window_cache,
 )
 from offload.worker.models import LoadedModels
@@ -144,7 +146,9 @@ class Worker:
         """Append `tokens` to the full cache and to a quantised copy, if there is one; the levels below catch up later.
         An interrupted prefill appends no tokens. `on_tokens` is called with the number of tokens that are done,
         `on_hidden` with the last layer's rows, where row 0 is the first appended token."""
-        cache, rows, hidden, first = self._target_cache, self._hidden_rows, self.hidden, self.full.length
+        cache, rows, first = self._target_cache, self._hidden_rows, self.full.length
+        draft = self.models.decoders.get("draft")
+        hidden = self.hidden if draft is not None and draft.config.is_head else None  # others read the last one alone
 
         def take(start: int, block: Tensor) -> None:
             if hidden is not None:
@@ -250,7 +254,12 @@ class Worker:
         elif plan.composition.inner == "self":
             self.levels["self"] = self._level("self", own, self._mixed(DraftRowsCache(self.full)), self.block)
         draft = self.models.decoders.get("draft")
-        if "draft" in plan.composition.levels and draft is not None:
+        if "draft" in plan.composition.levels and isinstance(draft, AssistantDecoder):
+            assert self.hidden is not None
+            keys = target_keys(plan, draft.config, self.full, self.windows)
+            more: dict[str, Any] = {"vocab_size": self.vocab_size}
+            self.levels["draft"] = AssistantLevel("draft", draft, self.full, keys, self.hidden, **more)
+        elif "draft" in plan.composition.levels and draft is not None:
             streaming = streaming_cache(plan, draft.config, self.memory, draft.weights.scoring)
             self._caches.append(streaming)
             self.levels["draft"] = self._draft_level(draft, streaming)

@@ -528,7 +528,7 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     """transformers' model, weights scaled so that attention and logits are peaked."""
     tiny = TINY[name]
     if tiny.wrapped in SEEING:
-        return _weighted(AutoModelForImageTextToText.from_config(seeing(name, **fields)).float().eval(), tiny, seed)
+        return weighted(AutoModelForImageTextToText.from_config(seeing(name, **fields)).float().eval(), tiny, seed)
     config = AutoConfig.for_model(**tiny.config() | fields)
     plain = "attn_logit_softcapping" in tiny.fields or tiny.family == "gpt_oss"  # sdpa neither caps nor has sinks
     eager = {"attn_implementation": "eager"} if plain else {}
@@ -537,7 +537,7 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
         model: PreTrainedModel = MuseGlimmerForConditionalGeneration(whole).float().eval()
     else:
         model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
-    return _weighted(model, tiny, seed)
+    return weighted(model, tiny, seed)
 
 
 def seeing(name: str, **fields: object) -> PreTrainedConfig:
@@ -548,7 +548,7 @@ def seeing(name: str, **fields: object) -> PreTrainedConfig:
     return AutoConfig.for_model(kind, text_config=text, **tied, **copy.deepcopy(SEEING[tiny.wrapped]))
 
 
-def _weighted(model: PreTrainedModel, tiny: Tiny, seed: int) -> PreTrainedModel:
+def weighted(model: PreTrainedModel, tiny: Tiny, seed: int) -> PreTrainedModel:
     """The model with random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

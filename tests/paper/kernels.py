@@ -63,7 +63,13 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
     copies = replace(COPIES, chunks=run, packed_chunks=run_packed)
     for module in (chunk_store, quantised):
-        patch.setattr(module, "make_fetch", lambda full, chunk, kernels, num_bytes: GpuFetch(full, chunk, copies))
+        patch.setattr(
+            module,
+            "make_fetch",
+            lambda full, chunk, kernels, num_bytes, reads=(): GpuFetch(
+                full, chunk, copies, reads or range(full.num_layers)
+            ),
+        )
 
 
 def pages_by_host(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> dict[int, PaperTensor]:

@@ -21,8 +21,9 @@ def parse(text: str) -> Any:
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
-    """The JSON object in `path`, a file of a model. The last value of a repeated key counts, as in other programs.
-    ModelError if the file is missing, over `max_bytes`, not JSON or not an object."""
+    """The JSON object in `path`, a file of a model. The last value of a repeated key counts, as in other programs, and
+    a number may be Infinity, as Python writes a limit that is none (of Mamba-2's time steps). ModelError if the file is
+    missing, over `max_bytes`, not JSON or not an object."""
     try:
         if path.parent.exists() and not path.parent.is_dir():
             raise ModelError(f"{path.parent} is a file; give the folder that holds {path.name}")
@@ -33,7 +34,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, objec
             text = file.read(max_bytes + 1)
         if len(text) > max_bytes:
             raise ModelError(f"{path} is over the limit of {max_bytes} bytes; is it really a {path.name}?")
-        data = json.loads(text.decode("utf-8"), parse_constant=_no_number)
+        data = json.loads(text.decode("utf-8"), parse_constant=_infinite)
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number without end
@@ -83,6 +84,10 @@ def _whole(text: str) -> int:
 def _float(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else _no_number(text)
+
+
+def _infinite(text: str) -> float:
+    return math.inf if text == "Infinity" else _no_number(text)
 
 
 def _no_number(text: str) -> NoReturn:

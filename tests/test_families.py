@@ -198,6 +198,12 @@ def text(**fields: object) -> dict[str, object]:
             )
             for heads in (2, 6)
         ),
+        (TINY["nemotron_h"].config() | {"n_groups": 4}, "n_groups is 4; it must be a divisor of mamba_num_heads 6"),
+        (TINY["nemotron_h"].config() | {"conv_kernel": 1}, "conv_kernel is 1; it must be 2 or more"),
+        (TINY["nemotron_h"].config() | {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"'),
+        (TINY["nemotron_h, latents"].config() | {"mlp_bias": True}, "mlp_bias is true"),
+        (TINY["granitemoehybrid"].config() | {"time_step_limit": [0.1, 2.0]}, "time_step_limit is [0.1, 2.0]"),
+        (TINY["granitemoehybrid"].config() | {"layer_types": ["mamba"] * 4}, "layer_types is"),
         (TINY["qwen3_5"].config() | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; it must be 2 or more"),
         (TINY["lfm2"].config() | {"conv_L_cache": 1}, "conv_L_cache is 1; it must be 2 or more"),
         (TINY["lfm2"].config() | {"layer_types": ["conv"] * 4}, "it must be full_attention in one layer at least"),
@@ -423,6 +429,29 @@ def test_real_configs_have_the_parameters_that_their_names_say() -> None:
         config = config_of(data)
         assert round(config.num_parameters() / 1e9, 2) == billions
         assert (config.kv_bytes_per_token(2), config.state_bytes(), config.tie_embeddings) == (kv_bytes, 0, True)
+
+
+def test_nemotrons_own_config_has_the_parameters_that_its_name_says(tmp_path: Path) -> None:
+    """Nemotron 3 Nano 30B-A3B's, with a letter for each layer and a limit of time steps that Python writes so."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    fields = {
+        "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "hybrid_override_pattern": pattern,
+        "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+        "intermediate_size": 1856, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+        "conv_kernel": 4, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5, "time_step_limit": [0.0, math.inf],
+        "rope_theta": 10000, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "n_shared_experts": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    config = read_config(tmp_path)
+    assert round(config.num_parameters() / 1e9, 1) == 31.6
+    assert (config.num_layers, len(config.growing), len(config.stateful), config.num_parts) == (52, 6, 23, 52)
+    assert (config.kv_bytes_per_token(2), config.state_bytes()) == (6144, 48234496)
+    for words in ("MEM", ["mamba", "moe"], [], "M?*"):
+        key = "hybrid_override_pattern" if isinstance(words, str) else "layers_block_type"
+        with pytest.raises(ModelError, match=f"{key} is"):
+            config_of({**fields, key: words})
 
 
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kit.forked import pytest_in_a_fork  # noqa: E402
 from kit.processor import left_to_torch  # noqa: E402
 from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.config.block import DeltaRule, ShortConvolution  # noqa: E402
+from offload.config.block import DeltaRule, Mamba2, ShortConvolution  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.encodings import ENCODINGS  # noqa: E402
@@ -47,7 +47,15 @@ from offload.kernels.gpu import (  # noqa: E402
 )
 from offload.kernels.gpu import quantised_products as products  # noqa: E402
 from offload.kernels.gpu.copies import rows_at_once, warps  # noqa: E402
-from offload.kernels.gpu.delta import COLUMNS, REGISTERS, is_aligned, row_constants, state_constants  # noqa: E402
+from offload.kernels.gpu.delta import (  # noqa: E402
+    COLUMNS,
+    REGISTERS,
+    States,
+    is_aligned,
+    row_constants,
+    row_warps,
+    state_constants,
+)
 from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
@@ -365,11 +373,13 @@ def test_gates_are_read_and_written_16_bytes_at_a_time(capability: int, dtype: s
     assert "st.global.v4" in found.ptx
 
 
-DELTA_FP32 = ("state", "taps", "decay", "time_bias", "seen", "norm")
-DELTAS = {
+DELTA_FP32 = ("state", "taps", "taps_bias", "decay", "time_bias", "skip", "seen", "norm")
+DELTAS: dict[str, States] = {
     "27B": DeltaRule(16, 48, 128, 128),
     "9B": DeltaRule(16, 32, 128, 128),
     "tiled": DeltaRule(8, 24, 64, 64, 3, tiled=0),
+    "Nemotron 3 Nano": Mamba2(8, 64, 128, 64),
+    "Granite 4 H-Tiny": Mamba2(1, 48, 128, 64),
 }
 
 
@@ -377,7 +387,7 @@ DELTAS = {
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize("delta", DELTAS.values(), ids=DELTAS)
-def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype: str, delta: DeltaRule) -> None:
+def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype: str, delta: States) -> None:
     """Each number of a state is in one register of one thread, which a fused multiply-add brings up to date."""
     assert is_aligned(delta)
     kinds = {"held": f"*{dtype}", "rows": f"*{dtype}", "there": "*i64"} | dict.fromkeys(DELTA_FP32, "*fp32")
@@ -392,10 +402,10 @@ def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype:
     assert len(re.findall(r"ld\.global[.\w:]*v4\.b32", found.ptx)) >= each // 4
     assert len(re.findall(r"st\.global[.\w:]*v4\.b32", found.ptx)) >= each // 4
     pointers = {name: each for name, each in (kinds | {"out": f"*{dtype}"}).items() if name in finish.arg_names}
-    found = compiled(finish, capability, pointers, row_constants(delta), warps=1, fuses=False)
+    found = compiled(finish, capability, pointers, row_constants(delta), warps=row_warps(delta), fuses=False)
     assert found.spilled_bytes == 0
-    assert found.registers <= 96
-    assert found.shared_bytes == 0
+    assert found.registers <= 128
+    assert found.shared_bytes <= 1024 * (row_warps(delta) > 1)  # a group of more numbers than a warp's
     assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
 
 

@@ -70,7 +70,7 @@ def _advanced(delta: DeltaRule, weights: RecurrenceWeights, state: Tensor, input
 def convolved(
     states: HeadStates, weights: RecurrenceWeights, inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Of the tokens of inputs [width - 1 + T, kept] the activated convolution: queries, keys [T, key_size] and values
+    """The activated convolution of the tokens of inputs [width - 1 + T, kept]: queries, keys [T, key_size] and values
     [T, out_size]; and the parts with a number for each head, [T, heads]. All in fp32."""
     count = len(inputs) - states.width + 1
     mixed, *others = inputs.float().split((states.channels, *states.of_heads), 1)

@@ -64,7 +64,7 @@ class LayerWeights:
 
     @property
     def operators(self) -> dict[str, Linear]:
-        """Those of OPERATORS that the layer has."""
+        """The layer's operators, by name."""
         return {name: own for name in OPERATORS if (own := getattr(self, name)) is not None}
 
     def vectors(self) -> list[Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offload.config.block import Block
+from offload.config.block import Attention, Block, Mixer
 from offload.formats.encodings import ENCODINGS
 
-OPERATORS = ("qkv", "o", "gate_up", "down")
+BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows
+OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD)
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -28,13 +29,18 @@ class Matrix:
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The parts of each of OPERATORS from top to bottom, ordered as in `Encodings`."""
+    """The parts of each of the layer's OPERATORS from top to bottom, ordered as in `Encodings`."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
+    latent = latent_shapes(mixer)
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
         "o": ((hidden_size,), mixer.out_size, (stored.o,)),
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
+        **{
+            name: ((outputs,), inputs, (kind,))
+            for (name, (outputs, inputs)), kind in zip(latent.items(), stored.latent or [""] * len(latent), strict=True)
+        },
     }
     return {
         name: tuple(
@@ -42,6 +48,16 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         )
         for name, (outputs, inputs, kinds) in shapes.items()
     }
+
+
+def latent_shapes(mixer: Mixer) -> dict[str, tuple[int, int]]:
+    """The (outputs, inputs) of the further operators of latent attention; empty without it. q_b: of queries, if they
+    are products with low-rank rows. k_b: [rank, plain] for each head, its keys' matrix transposed."""
+    if not isinstance(mixer, Attention) or (latent := mixer.latent) is None:
+        return {}
+    heads = mixer.num_heads
+    queries = {"q_b": (heads * latent.query_dim, latent.query_rank)} if latent.query_rank else {}
+    return {**queries, "k_b": (heads * latent.rank, latent.plain), "v_b": (heads * latent.value_dim, latent.rank)}
 
 
 def expert_matrices(block: Block, hidden_size: int) -> dict[str, Matrix]:
@@ -81,7 +97,7 @@ def expert_bytes(block: Block, hidden_size: int, dtype_bytes: int) -> int:
 
 
 def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The matrices of each of OPERATORS: its parts, with neighbours of one encoding joined."""
+    """The matrices of each of the layer's OPERATORS: its parts, with neighbours of one encoding joined."""
     return {name: _joined(parts) for name, parts in layer_parts(block, hidden_size).items()}
 
 

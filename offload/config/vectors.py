@@ -19,7 +19,10 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
 
 
 def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
-    """The norms of queries, keys and values, with their sizes."""
+    """The norms of queries, keys and values, with their sizes. Of latent attention: of its low-rank rows."""
+    if (latent := attention.latent) is not None:
+        queries = attention.qk_norm if latent.query_rank else None
+        return {"q_norm": (latent.query_rank, queries), "k_norm": (latent.rank, attention.qk_norm)}
     return {
         "q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
         "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),

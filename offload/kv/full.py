@@ -115,7 +115,7 @@ class FullCache(PagedPart):
         access, tokens = self.pages.access["prefill"], self.shape.tokens
         for index in range(self.shape.count(start + num_rows)):
             tile = access.open(layer, index)
-            first, stop = write_rows(tile, index * tokens, start, k, v)
+            first, stop = write_rows(tile, index * tokens, start, *self.scorings[layer].cached(k, v))
             if first < stop:
                 access.wrote(layer, index, first, stop)
             block.attend(tile, index * tokens)

@@ -197,6 +197,6 @@ class WindowCache(PagedPart):
     def _prefill(self, layer: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         block = self._prefilling.block(q, start, self.scorings[layer], self._windows[layer])
         for tile, base in self._seen(layer, start, start + len(q)):
-            write_rows(tile, base, start, k, v)
+            write_rows(tile, base, start, *self.scorings[layer].cached(k, v))
             block.attend(tile, base)
         return block.attended().to(q.dtype)

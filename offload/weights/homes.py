@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.config.matrices import OPERATORS
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.layout import BESIDE_CODES, Packing, home_bytes
@@ -72,8 +71,8 @@ class Packed:
 class BesideCodes:
     """A home of residuals of the layer's matrices, one after the other, followed by the raw rest of the buffer.
 
-    residuals: for each of OPERATORS the position of its residual, and the offset of the escapes in it. coded: the
-    layer's codes on the device.
+    residuals: for each of the layer's operators the position of its residual, and the offset of the escapes in it.
+    coded: the layer's codes on the device.
     """
 
     content: Tensor
@@ -84,9 +83,8 @@ class BesideCodes:
 
     def open(self, arrived: Tensor, layer: Tensor) -> None:
         exact = self.layout.bind(layer)
-        for name, (place, escapes) in zip(OPERATORS, self.residuals, strict=True):
-            codes, weight = getattr(self.coded, name).weight, getattr(exact, name).weight
-            self.kernels.restore(arrived[place], escapes, codes, weight)
+        for own, operator, (place, escapes) in zip(self.coded.operators, exact.operators, self.residuals, strict=True):
+            self.kernels.restore(arrived[place], escapes, own.weight, operator.weight)  # type: ignore[arg-type]
         first = self.layout.end_of_matrices
         layer[first:].copy_(arrived[len(arrived) - (len(layer) - first) :])
 
@@ -135,9 +133,8 @@ class HomeMaker:
         fill_coded(coded, exact, self._host)
         self.coded.append(coded_layout.bind(self._on_device(buffer)))
         parts = list[Residual]()
-        for name in OPERATORS:
-            codes, weight = (getattr(each, name).weight for each in (coded, exact))
-            if (part := split_off(weight, codes, self._host)) is None:
+        for own, operator in zip(coded.operators, exact.operators, strict=True):
+            if (part := split_off(operator.weight, own.weight, self._host)) is None:  # type: ignore[arg-type]
                 return None
             parts.append(part)
         ends = list(accumulate(len(part.content) for part in parts))

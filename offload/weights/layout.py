@@ -35,7 +35,7 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. delta: of a layer
-    with a state. router: of a layer with experts."""
+    with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, see `matrices.latent_shapes`."""
 
     qkv: Linear
     o: Linear
@@ -55,11 +55,19 @@ class LayerWeights:
     factor: Tensor | None = None
     delta: DeltaWeights | None = None
     router: Router | None = None
+    q_b: Linear | None = None
+    k_b: Linear | None = None
+    v_b: Linear | None = None
+
+    @property
+    def operators(self) -> list[Linear]:
+        """The layer's operators, as in OPERATORS."""
+        return [own for name in OPERATORS if (own := getattr(self, name)) is not None]
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
         norms = [norm for name in NORMS if (norm := getattr(self, name)) is not None]
-        found = [getattr(self, name).bias for name in OPERATORS]
+        found = [operator.bias for operator in self.operators]
         if self.delta is not None:
             norms.append(self.delta.norm)
             found += [getattr(self.delta, name) for name in VECTORS]
@@ -109,7 +117,7 @@ class LayerLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
         """The layout of the layer `config.block` in `dtype`, with matrices in codes if `code_bits` is given."""
-        products = dict(zip(OPERATORS, config.layer_products(), strict=True))
+        products = dict(zip(config.layer_matrices(), config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         stored: dict[str, str] = {}
         for name, parts in config.layer_matrices().items():
@@ -158,7 +166,12 @@ class LayerLayout:
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer in `buffer`, as views, also of bytes copied into it later."""
         tensors = self.tensors(buffer)
-        operators = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in OPERATORS}
+        there = {name.partition(".")[0] for name in tensors}
+        operators = {
+            name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias"))
+            for name in OPERATORS
+            if name in there
+        }
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
         delta = None
         if (own := norms.pop("out_norm", None)) is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.config.matrices import OPERATORS, Matrix
+from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -37,10 +37,10 @@ def load_layer(
     """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
     block, own = whole.blocks[index], whole.layer(index)
     order = head_order(block.attention) if block.attends else None
-    pending = {name: sources(own, shard, f"{name}.weight") for name in OPERATORS}
+    pending = {name: sources(own, shard, f"{name}.weight") for name in own.layer_matrices()}
     for name, view in layout.views.items():
         target, row, operator = view.of(buffer), 0, name.partition(".")[0]
-        is_matrix = operator in OPERATORS and not name.endswith(".bias")
+        is_matrix = operator in pending and not name.endswith(".bias")
         parts = pending[operator] if is_matrix else sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0].columns)))
@@ -48,12 +48,13 @@ def load_layer(
             target = target.T
         while parts and row < len(target):
             source = parts.pop(0)
-            rows = target[row : row + len(source.rows)]
+            rows = target[row : row + source.height]
+            into = rows.T if source.transposed else rows
             read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
-            read(whole.layer_name(index) + source.name, rows, rows=source.rows, columns=source.columns)
+            read(whole.layer_name(index) + source.name, into, rows=source.rows, columns=source.columns)
             if order is not None and source.rotates:
                 _order_heads(rows.flatten() if name in layout.norms else rows, order)
-            row += len(source.rows)
+            row += source.height
         norm = layout.norms.get(name)
         if norm is not None and norm.weightless:
             target.fill_(1)

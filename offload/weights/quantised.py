@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.config.matrices import OPERATORS
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
 from offload.weights.layout import LayerWeights
@@ -16,8 +15,8 @@ LOW_BIT_WEIGHTS = "quantised weights"  # in the ledger
 def fill_coded(layer: LayerWeights, exact: LayerWeights, kernels: DeviceKernels) -> None:
     """Fill `layer`, whose matrices are codes, from `exact`, by the kernels of their common device; other tensors are
     copied."""
-    for name in OPERATORS:
-        fill_codes(getattr(layer, name), getattr(exact, name), kernels)
+    for coded, operator in zip(layer.operators, exact.operators, strict=True):
+        fill_codes(coded, operator, kernels)
     for own, theirs in zip(layer.vectors(), exact.vectors(), strict=True):
         own.copy_(theirs)
 

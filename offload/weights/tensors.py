@@ -8,10 +8,10 @@ from itertools import chain
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention
-from offload.config.matrices import expert_matrices, expert_vectors
+from offload.config.block import BLOCK_NORMS, Attention, Latent
+from offload.config.matrices import BY_HEAD, expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
-from offload.config.names import ExpertNames
+from offload.config.names import LATENT_ROWS, LOW_QUERIES, ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.config.vectors import layer_norms
@@ -25,12 +25,18 @@ _QUERIES = "self_attn.q_proj"
 class Source:
     """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. rows: a
     step above 1 leaves out rows between them. columns: without a step; None for a vector. rotates: these are whole
-    heads whose elements `head_order` orders."""
+    heads, or parts of heads, whose elements `head_order` orders. transposed: columns are rows of the view."""
 
     name: str
     rows: range
     columns: range | None = None
     rotates: bool = False
+    transposed: bool = False
+
+    @property
+    def height(self) -> int:
+        """Rows of the view."""
+        return len(self.columns if self.transposed and self.columns is not None else self.rows)
 
 
 def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
@@ -49,6 +55,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
+    if operator in ("q_b", *BY_HEAD):
+        return _of_latent(whole, shard, operator)
     if operator in ROUTER:
         return _of_router(whole, operator)
     if operator == SINK_LOGITS:
@@ -65,8 +73,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if operator == "before_router":
         return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
-    if operator in BLOCK_NORMS:
-        return [Source(name, hidden)]
+    if operator in BLOCK_NORMS or whole.block.attention.latent is not None:
+        return [Source(name, range(norms[operator][0]))]
     if whole.block.attention.weighs_heads:
         heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
         return [Source(name, heads, range(whole.head_dim), rotates=True)]
@@ -120,6 +128,11 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
         yield from _of_parts(whole, whole.names.delta.parts, delta_rows(whole, shard))
         return
+    if (latent := whole.block.attention.latent) is not None:
+        yield from _queries(latent, shard.heads(whole), "" if latent.query_rank else _QUERIES)
+        row = range(latent.rank + latent.rotated)
+        yield from (Source(LATENT_ROWS, row[: latent.rank]), Source(LATENT_ROWS, row[latent.rank :], rotates=True))
+        return
     attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
     if attention.gate and gate == _QUERIES:  # each head's query, then its gate
@@ -140,6 +153,35 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         yield Source(gate, _times(heads, dim))
 
 
+def _queries(latent: Latent, heads: range, name: str) -> Iterator[Source]:
+    """The rows of all heads' queries in tensor `name`, or of the low-rank rows that they are products with."""
+    if not name:
+        yield Source(LOW_QUERIES, range(latent.query_rank))
+        return
+    for head in heads:
+        rows = _times(range(head, head + 1), latent.query_dim)
+        yield from (Source(name, rows[: latent.plain]), Source(name, rows[latent.plain :], rotates=True))
+
+
+def _of_latent(whole: ModelConfig, shard: Shard, operator: str) -> list[Source]:
+    """The sources of a further operator of latent attention, see `TensorNames`."""
+    latent, heads, names = whole.block.attention.latent, shard.heads(whole), whole.names
+    assert latent is not None
+    if operator == "q_b":
+        queries = _queries(latent, heads, names.q_b)
+        return [replace(each, name=f"{each.name}.weight", columns=range(latent.query_rank)) for each in queries]
+    is_keys, inputs = operator == "k_b", range(latent.rank)
+    if names.splits_latent:
+        size, columns = (latent.rank, range(latent.plain)) if is_keys else (latent.value_dim, inputs)
+        return [Source(f"{getattr(names, operator)}.weight", _times(heads, size), columns)]
+    found, both = list[Source](), latent.plain + latent.value_dim
+    for head in heads:
+        rows = _times(range(head, head + 1), both)
+        own = rows[: latent.plain] if is_keys else rows[latent.plain :]
+        found.append(Source(f"{names.k_b}.weight", own, inputs, transposed=is_keys))
+    return found
+
+
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     (gate, up, _), inner = whole.names.network(whole.block), shard.inner(whole)
     if whole.block.feed_forward.gated:
@@ -149,7 +191,8 @@ def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
 
 def _by_inputs(whole: ModelConfig, shard: Shard) -> dict[str, tuple[str, range]]:
     if whole.block.attends:
-        mixer = "self_attn.o_proj", _times(shard.heads(whole), whole.head_dim)
+        attention = whole.block.attention
+        mixer = "self_attn.o_proj", _times(shard.heads(whole), attention.out_size // attention.num_heads)
     else:
         mixer = whole.names.delta.out, _times(shard.value_heads(whole), whole.block.delta.value_dim)
     return {"o": mixer, "down": (whole.names.network(whole.block)[2], shard.inner(whole))}
@@ -232,11 +275,12 @@ def _of_experts(config: ModelConfig) -> Iterator[Source]:
 
 def head_order(attention: Attention) -> torch.Tensor | None:
     """The order of a query or key head's elements in this program, int64 [D]: i and i + D/2 are rotated together, and
-    elements without positions come last in both halves. None: as in the checkpoint.
+    elements without positions come last in both halves. None: as in the checkpoint. Of latent attention: of the numbers
+    with positions by themselves.
 
     The order does not change the terms of a product of a query with a key.
     """
-    rope, dim = attention.rope or Rope(), attention.head_dim
+    rope, dim = attention.rope or Rope(), attention.latent.rotated if attention.latent else attention.head_dim
     rotated = rope.rotated or dim
     if (rotated == dim or rope.kind == PROPORTIONAL) and not rope.neighbours:
         return None

@@ -58,7 +58,7 @@ SHAPES: dict[str, object] = {
 }  # fmt: skip
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
-    *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
+    *("deepseek_v3, dense", "hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
     *("gemma4", "gemma4, one layout", "gemma4, sparse", "gemma4_unified"),
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
 )
@@ -71,6 +71,11 @@ def _larger(tiny: Tiny) -> dict[str, object]:
         grown["sliding_window"] = 45
     if "linear_num_value_heads" in tiny.fields:
         grown |= {"linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    if "kv_lora_rank" in tiny.fields:
+        grown |= {
+            "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+            "q_lora_rank": tiny.fields["q_lora_rank"] and 64,
+        }  # fmt: skip
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     rope = tiny.fields.get("rope_parameters")
@@ -100,7 +105,7 @@ def _family(name: str, root: Path) -> Pair:
 
 def _headed(name: str, root: Path) -> Pair:
     """The model's next-token head is its draft."""
-    target = heads.with_head(save_tiny(name, root / "target", tokenizer=True, **heads.SHAPES))
+    target = heads.with_head(save_tiny(name, root / "target", tokenizer=True, **heads.shapes_of(name)))
     return target, target
 
 
@@ -161,6 +166,10 @@ FILES: dict[str, dict[str, object]] = {
     },
     "glm4_moe": {**WIDE, **EXPERTS},
     "minimax_m2": WIDE,
+    "glm4_moe_lite": {
+        **{key: value for key, value in WIDE.items() if key != "head_dim"}, **EXPERTS, "kv_lora_rank": 64,
+        "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    },
     "ernie4_5_moe": {**WIDE, **EXPERTS},
     "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
@@ -181,6 +190,7 @@ KINDS_OF = {
     "qwen3_next": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
     "minimax_m2": ("Q8_0",),
+    "glm4_moe_lite": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }

@@ -403,6 +403,37 @@ def test_rows_are_rotated_and_taken_in_where_they_belong() -> None:
     assert torch.equal(after, wanted)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "heads", "num_rows"), [(48, 5, 3), (96, 20, 1), (32, 3, 7)])
+def test_rows_of_halves_are_written_and_attended_to(
+    dtype: torch.dtype, dim: int, heads: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose halves are in place of keys and of values, and which are both: across pages and spans, with masses."""
+    rounds_to_bf16(monkeypatch)
+    page, pages, at, position, chunk = 64, 3, 128 - num_rows // 2, 30, 16
+    room = normal(2, pages, 1, page, dim // 2, seed=7, dtype=dtype)
+    room.transpose(1, 2).flatten(2, 3)[:, :, at:] = torch.nan
+    q, row = normal(num_rows, heads, dim, seed=1, dtype=dtype), normal(num_rows, 1, dim, seed=2, dtype=dtype)
+    scoring = Scoring(turning(dim, dtype), 0.3, joined=True)
+    attention = Unwritten(dtype=dtype, span=64, chunk=chunk)
+    attention.begin(Rows(q, row, row, scoring, position, at), [pages * page], masses=True)
+    run = Run(room, pages * page)
+    attention.append_rows(run)
+    attention.attend(run)
+    out, mass = attention.merge()
+    queries, wanted = scoring.rotated(q, row, position)
+    held = room.transpose(1, 2).flatten(2, 3)[:, 0, : at + num_rows]
+    assert torch.equal(held[:, at:], torch.stack(wanted[:, 0].chunk(2, -1)))
+    rows = torch.cat([*held], -1).double()
+    scores = 0.3 * torch.einsum("thd,nd->thn", queries.double(), rows)
+    hidden = torch.arange(at + num_rows) > at + torch.arange(num_rows)[:, None]
+    weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+    assert_near(out, (weights @ rows).flatten(1), dtype)
+    assert mass is not None
+    assert_close(mass[:, 0].double(), by_chunk(weights.sum(1), chunk, mass.shape[-1]), atol=1e-5, rtol=1e-4)
+
+
 def test_queries_grow_and_their_products_are_scaled_as_the_layer_says() -> None:
     rope, q = turning(32, torch.float32), normal(9, 4, 32, seed=9)
     grown = RopeTable(rope.cos, rope.sin, 1 + torch.arange(4096) / 100)

@@ -70,6 +70,7 @@ TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
 MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
 RECURRING = ("nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3")
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "mistral4")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 
@@ -658,6 +659,12 @@ FLAGS: dict[str, Change] = {
 }
 
 
+NOT_LATENT = (  # what latent attention does not have
+    *("gate", "sink_logits", "values_are_keys", "norms_whole", "weighs_heads", "weighs_rotated"),
+    *("with v_norm", "with qk_norm"),
+)
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_of_a_description_counts(
     folders: Callable[[str], Path], flag: str, pytestconfig: pytest.Config
@@ -675,6 +682,8 @@ def test_every_flag_of_a_description_counts(
 def _would_count(flag: str, config: ModelConfig) -> bool:
     if flag == "eps before_attention" and config.block.attention.v_norm:
         return False  # it only scales what is normed again
+    if config.block.attention.latent is not None and flag in NOT_LATENT:
+        return False
     if flag in ("experts.factor", "renormalised", "scales_sum") and config.block.after_experts:
         return False  # as this does
     if flag in ("experts.eps", "floored") and not (
@@ -770,7 +779,7 @@ def test_greedy_tokens_are_those_of_transformers(pairs: Callable[[str], Pair], n
 @pytest.mark.few(6)
 @pytest.mark.parametrize("length", [1, 63, 64, 65])
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES, *RECURRING]
+    "name", ["qwen3_next", *(name for name in GROWN if TINY[name].wrapped in SEEING), *MIXTURES, *RECURRING, *LATENT]
 )
 def test_forty_tokens_after_prompts_about_a_block_are_those_of_transformers(
     pairs: Callable[[str], Pair], name: str, length: int

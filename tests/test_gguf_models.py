@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kit.families import GEMMA4_ROPES, SEEING, TINY, save_tiny
+from kit.families import GEMMA4_ROPES, SEEING, TEMPERED, TINY, save_tiny
 from kit.gguf_models import ARCHITECTURES, architecture_of, write_gguf
 from kit.models import (
     TOKENIZER_SIZE,
@@ -30,7 +30,7 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
 from offload.config.model import ModelConfig
-from offload.config.names import ExpertNames, NextTokenNames, RecurrenceNames
+from offload.config.names import ExpertNames, NextTokenNames, RecurrenceNames, TensorNames
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies
@@ -50,10 +50,12 @@ UNSAID = (
     "qwen3_next, not renormalised",
     "ernie4_5_moe, some dense", "hunyuan_v1_moe, stretched", "exaone_moe, groups", "olmoe, renormalised",
     "qwen2_moe, some dense", "solar_open", "solar_open, groups", "lfm2, biased", "lfm2_moe, without biases",
+    "glm4_moe_lite, biased",
 )  # fmt: skip
 SCALED: dict[str, dict[str, object]] = {
     name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")
 }  # as llama.cpp's, by the heads' size
+SCALED["deepseek_v2, groups"] = {"attention_bias": False, "rope_parameters": TEMPERED}
 SCALED["qwen2_5_vl"] = {"use_sliding_window": False}
 SCALED["qwen3_omni_moe"] = {"mlp_only_layers": []}
 SCALED["gpt_oss, top 1"] = {"sliding_window": 256}  # that no context exceeds: a file has windows in each other layer
@@ -94,6 +96,8 @@ def plain(config: ModelConfig) -> ModelConfig:
             experts=ExpertNames(),
             next_token=NextTokenNames(),
             unused=(),
+            k_b=TensorNames.k_b,
+            v_b=TensorNames.v_b,
         ),
         wrapper="",
         norm=norm(config.norm) or config.norm,
@@ -133,7 +137,16 @@ def test_config_and_logits_are_the_folders(folders: Callable[[str], Path], name:
     file, config = folder.with_suffix(".gguf"), read_config(folder)
     found = read_config(file)
     ours, theirs = plain(found), plain(config)
-    if name in ("mistral", "gemma4_unified", "qwen2_5_vl", "qwen3_omni_moe", "glm4v", "glm4v_moe", GRANITE):
+    if name in (
+        "glm4_moe_lite",
+        "mistral",
+        "gemma4_unified",
+        "qwen2_5_vl",
+        "qwen3_omni_moe",
+        "glm4v",
+        "glm4v_moe",
+        GRANITE,
+    ):
         ours = replace(ours, family=theirs.family)
     assert ours == theirs
     with Checkpoint.open(file) as checkpoint:

@@ -56,7 +56,7 @@ from offload.kernels.gpu.delta import (  # noqa: E402
     row_warps,
     state_constants,
 )
-from offload.kernels.gpu.kernels import GPU_KERNELS  # noqa: E402
+from offload.kernels.gpu.kernels import GPU_KERNELS, JOINED_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
@@ -132,6 +132,8 @@ def test_a_gpu_leaves_no_operation_to_torch() -> None:
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
     assert fitting(CUDA, 40, ()).reason == "they know heads of 16, 32, ... 256 numbers, not of 40"
     assert fitting(CUDA, 512, ()).reason
+    assert fitting(CUDA, 576, (), joined=True) == JOINED_KERNELS
+    assert fitting(CUDA, 1600, (), joined=True).reason
     assert kernels_problem("cuda", LLAMA2_7B.changed(head_dim=40)) == fitting(CUDA, 40, ()).reason
     for change, reason in (
         (lambda: on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
@@ -233,7 +235,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     tiling = Tiling(dim, ITEMSIZE[dtype])
     shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
     rest = {"WINDOW": window, "CAP": cap, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
-    rest["RING"] = ring
+    rest |= {"RING": ring, "JOINED": False, "HELD_PADDED": tiling.padded}
     pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"places": "*i64"}
     pointers |= dict.fromkeys((*SCRATCH, "masses"), "*fp32")
     found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)
@@ -245,6 +247,30 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # keys and values go past the registers
     assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
     assert "tf32" not in found.ptx
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 576, 20), ("fp16", 576, 128), ("bf16", 320, 32)])
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_attention_to_rows_of_halves_compiles_to_wide_loads_and_spills_nothing(
+    capability: int, dtype: str, dim: int, heads: int, chunk: int
+) -> None:
+    tiling = Tiling(dim, ITEMSIZE[dtype], joined=True)
+    shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": heads}
+    rest = {"WINDOW": 0, "CAP": 0.0, "SPANS_OF_PAGE": 1, "CHUNK": min(chunk, tiling.step), "WIDEN": False}
+    rest |= {"RING": False, "JOINED": True, "HELD_PADDED": tiling.held_padded}
+    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"places": "*i64"}
+    pointers |= dict.fromkeys((*SCRATCH, "masses"), "*fp32")
+    found = compiled(programs.attend_spans, capability, pointers, shape | rest, tiling=tiling)
+    assert found.spilled_bytes == 0
+    assert found.shared_bytes <= SHARED_BYTES
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    assert {int(num_bytes, 0) for num_bytes in copies} == {16}
+    assert "mma.sync" in found.ptx or "wgmma" in found.ptx
+    merged = MERGED_AS | {"GROUP": heads, "DIM": dim, "DIM_PADDED": tiling.padded}
+    sizes = {"warps": tiling.merging["num_warps"], "most": tiling.merging["maxnreg"]}
+    assert compiled(programs.merge_spans, capability, MERGED, merged, **sizes).spilled_bytes == 0
 
 
 @pytest.mark.few(1)
@@ -341,12 +367,13 @@ ROTATED = ("q", "k", "v", "cos", "sin", "growth", "query_weights", "key_weights"
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("fp32", 64), ("fp16", 80), ("bf16", 256)])
+@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("fp32", 64), ("fp16", 80), ("bf16", 256), ("bf16", 576)])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_rotation_rounds_product_by_product(capability: int, dtype: str, dim: int, whole: bool) -> None:
     """whole: as of a full cache, without growth, weights or a ring."""
     shape = {"HEADS": 32, "DIM": dim, "DIM_PADDED": Tiling(dim, ITEMSIZE[dtype]).padded, "BOUNDED": True}
     shape |= {"QUERIES": 1 if whole else 2, "GROWN": not whole, "WEIGHED": not whole, "RING": not whole}
+    shape["JOINED"] = dim > 256
     pointers = dict.fromkeys(ROTATED, f"*{dtype}") | dict.fromkeys(("positions", "slots", "bounds"), "*i64")
     found = compiled(rotation_programs.rotate_rows, capability, pointers, shape, warps=1, fuses=False)
     assert found.spilled_bytes == 0

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
 from kit.families import save_tiny
-from kit.heads import FORMS, MIXTURES, SHAPES, form_of, with_head
+from kit.heads import FORMS, MIXTURES, SHAPES, form_of, shapes_of, with_head
 from kit.models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, tiny_engine, tiny_plan
 from kit.processor import best
 from kit.quantised import level_stats
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @cache
     def made(name: str) -> Path:
-        return with_head(save_tiny(name, root / name, tokenizer=True, **SHAPES))
+        return with_head(save_tiny(name, root / name, tokenizer=True, **shapes_of(name)))
 
     return made
 
@@ -136,6 +136,8 @@ class Reference:
         return beside
 
     def attention(self, x: Tensor) -> Tensor:
+        if "kv_lora_rank" in self.config:
+            return self.product(attended(*self.latent(x)), "self_attn.o_proj")
         heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
         q = self.product(x, "self_attn.q_proj").unflatten(1, (heads, -1))
         q, gate = q[..., :dim], q[..., dim:]  # Qwen's
@@ -143,20 +145,43 @@ class Reference:
         q, k = self.layer_norm(q, "self_attn.q_norm"), self.layer_norm(k, "self_attn.k_norm")
         q, k = (self.rotated(each) for each in (q, k))
         k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
-        scores = torch.einsum("thd,shd->hts", q, k) / dim**0.5
-        scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
-        out = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
-        out = out * gate.sigmoid() if gate.numel() else out
-        return self.product(out.flatten(1), "self_attn.o_proj")
+        out = attended(q, k, v)
+        return self.product(out * gate.flatten(1).sigmoid() if gate.numel() else out, "self_attn.o_proj")
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads' queries, keys and values, which are products with low-rank rows."""
+
+        def low(rows: Tensor, name: str) -> Tensor:
+            weight = self.weights[f"{self.form.prefix}self_attn.{name}_a_layernorm.weight"]
+            return self.product(rms_norm(rows, weight.shape, weight, 1e-6), f"self_attn.{name}_b_proj").unflatten(
+                1, (self.config["num_attention_heads"], -1)
+            )
+
+        def turned(rows: Tensor) -> Tensor:
+            return self.rotated(torch.cat([rows[..., ::2], rows[..., 1::2]], -1))
+
+        rank, plain = self.config["kv_lora_rank"], self.config["qk_nope_head_dim"]
+        row = self.product(x, "self_attn.kv_a_proj_with_mqa")
+        q, both = low(self.product(x, "self_attn.q_a_proj"), "q"), low(row[:, :rank], "kv")
+        shared = turned(row[:, None, rank:]).expand(-1, both.shape[1], -1)
+        q, k = torch.cat([q[..., :plain], turned(q[..., plain:])], -1), torch.cat([both[..., :plain], shared], -1)
+        return q, k, both[..., plain:]
 
     def rotated(self, x: Tensor) -> Tensor:
         rope = self.config["rope_parameters"]
-        rotated = int(x.shape[2] * rope["partial_rotary_factor"])
+        rotated = int(x.shape[2] * rope.get("partial_rotary_factor", 1.0))
         angles = torch.arange(len(x))[:, None] / rope["rope_theta"] ** (torch.arange(0, rotated, 2) / rotated)
         cos, sin = (torch.cat([each, each], 1)[:, None] for each in (angles.cos(), angles.sin()))
         first, rest = x[..., :rotated], x[..., rotated:]
         half = torch.cat([-first[..., rotated // 2 :], first[..., : rotated // 2]], 2)
         return torch.cat([first * cos + half * sin, rest], 2)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[T, H, D] each -> [T, H * D]."""
+    scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
+    scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
 
 
 @pytest.mark.few(3)
@@ -273,9 +298,9 @@ def wide(scales: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
     """Among those that are left as plain numbers or not. What joins a row is always plain."""
-    wide_experts = () if name == "qwen3_5" else ("moe",) if name == "glm4_moe" else ("moe", "shared_expert")
+    wide_experts = () if name == "qwen3_5" else ("moe",) if name.startswith("glm4") else ("moe", "shared_expert")
     sizes = {f"{part}_intermediate_size": 128 for part in wide_experts}
-    folder = with_head(save_tiny(name, tmp_path / "plain", tokenizer=True, **SHAPES, **sizes))
+    folder = with_head(save_tiny(name, tmp_path / "plain", tokenizer=True, **shapes_of(name), **sizes))
     config = read_config(folder)
     head = head_of(config)
     assert head is not None
@@ -294,7 +319,7 @@ def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path,
     (quantised / "config.json").write_text(json.dumps(fields | {"quantization_config": fp8}))
     found = read_config(quantised).next_token
     assert found is not None
-    assert ({*found.encodings.every} == {"FP8_F32/128"}) is not is_left
+    assert ({*filter(None, found.encodings.every)} == {"FP8_F32/128"}) is not is_left
     torch.testing.assert_close(head_logits(quantised), head_logits(folder), rtol=0, atol=2e-4)
 
 

@@ -244,7 +244,8 @@ class Trial:
         group = self.config.num_heads // self.config.num_kv_heads
         last = torch.arange(first, LENGTH).repeat(group)
         scores.masked_fill_(torch.arange(LENGTH) > last[:, None], -torch.inf)
-        return unfold(scores.softmax(-1) @ self._rows.v[:LENGTH].transpose(0, 1).double(), LENGTH - first)
+        values = k if scoring.joined else self._rows.v[:LENGTH]
+        return unfold(scores.softmax(-1) @ values.transpose(0, 1).double(), LENGTH - first)
 
     @property
     def _device(self) -> torch.device:

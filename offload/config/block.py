@@ -41,6 +41,26 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The low-rank projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). A token has
+    a row of `rank` normed numbers, of which each head's key and value are products with matrices of its own, and of
+    `rotated` numbers, a key with positions that all heads share. A head's query has `plain` numbers without positions
+    and `rotated` ones with. query_rank: numbers of the normed rows that queries are products with; 0: of hidden rows.
+    value_dim: of a head's value."""
+
+    rank: int
+    plain: int
+    rotated: int
+    value_dim: int
+    query_rank: int = 0
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.plain + self.rotated
+
+
+@dataclass(frozen=True)
 class Attention:
     """The attention of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: the norm of queries and
     keys before they are rotated, over each head or, if `norms_whole`, over all heads together. weighs_heads: each head
@@ -54,6 +74,12 @@ class Attention:
     sink_logits: each head has a logit of its own in its rows' softmax, beside the scores and without a value (the
     attention sinks of gpt-oss). shares: the layer has no keys and values of its own; it attends to those of the last
     layer before it that has some and sees as much (`ModelConfig.sources`).
+
+    latent: heads' keys and values are products with a token's row. Each head's query is multiplied by its matrix of
+    keys first, and what it attends to by its matrix of values after that, so all heads attend to one row of `head_dim`
+    numbers, `num_kv_heads` being 1, which is both their key and their value. A cache has the row's first half in place
+    of a key and the other half in place of a value. qk_norm: of the low-rank rows. No other field but `bias`,
+    `out_bias`, `rope` and `scale` applies.
     """
 
     num_heads: int
@@ -75,6 +101,7 @@ class Attention:
     gates_heads: bool = False
     sink_logits: bool = False
     shares: bool = False
+    latent: Latent | None = None
 
     @property
     def q_size(self) -> int:
@@ -83,11 +110,16 @@ class Attention:
     @property
     def out_size(self) -> int:
         """Numbers of a row of the output, before the output projection."""
-        return self.q_size
+        return self.q_size if self.latent is None else self.num_heads * self.latent.value_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers of a head's key, and of its value, in a cache."""
+        return self.head_dim if self.latent is None else self.head_dim // 2
 
     @property
     def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * self.kv_dim
 
     @property
     def has_long_weights(self) -> bool:
@@ -97,7 +129,10 @@ class Attention:
     @property
     def parts(self) -> tuple[int, ...]:
         """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one; of k
-        and v nothing in a layer that shares those of another."""
+        and v nothing in a layer that shares those of another. Of latent attention: of the queries, or of the rows that
+        they are products with, and of a token's row."""
+        if self.latent is not None:
+            return (self.latent.query_rank or self.num_heads * self.latent.query_dim, self.head_dim)
         own = 0 if self.shares else 1 if self.values_are_keys else 2
         return (self.q_size, *[self.kv_size] * own, *([self.gate_size] if self.gate else []))
 
@@ -376,21 +411,24 @@ class Experts:
 class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
-    any, ups and downs; all experts of a layer have the same. latents: of the matrices before and behind experts.
-    inputs: of the gate of the layer's input and of the matrix behind it. () if all are plain."""
+    any, ups and downs; all experts of a layer have the same. around_experts: of the matrices before and behind experts
+    that read latents. inputs: of the gate of the layer's input and of the matrix behind it. latent: of the matrices of
+    latent attention beside qkv and o, ordered as in `matrices.latent_shapes`. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
     gate_up: tuple[str, ...] = ()
     down: str = ""
     experts: tuple[str, ...] = ()
-    latents: tuple[str, ...] = ()
+    around_experts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
+    latent: tuple[str, ...] = ()
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        return (*self.qkv, self.o, *self.gate_up, self.down, *self.experts, *self.latents, *self.inputs)
+        mixer, network = (*self.qkv, self.o, *self.latent), (*self.gate_up, self.down, *self.experts)
+        return (*mixer, *network, *self.around_experts, *self.inputs)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings
-from offload.config.matrices import Matrix, expert_matrices, layer_parts
+from offload.config.matrices import Matrix, expert_matrices, latent_shapes, layer_parts
 from offload.config.model import ModelConfig
-from offload.config.names import TensorNames
+from offload.config.names import LATENT_ROWS, LOW_QUERIES, TensorNames
 from offload.config.next_token import head_of
 from offload.errors import ModelError
 
@@ -51,16 +51,33 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         layer, names = config.layer_name(index), _MatrixNames.of(block, config.names)
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
-        of_operators |= {"to_latent": names.latents[:1], "from_latent": names.latents[1:]}
+        of_operators |= {"to_latent": names.around_experts[:1], "from_latent": names.around_experts[1:]}
         of_operators |= {"input_gate": names.inputs[:1], "input_out": names.inputs[1:]}
         for operator, own_parts in parts.items():
             for name, part in zip(of_operators[operator], own_parts, strict=True):
                 if part.outputs and part.inputs:
                     _add(found, layer + name, part)
+        for name, part in _stored_latent(block, config.names):
+            _add(found, layer + name, part)
         for own, part in zip(names.experts, expert_matrices(block, config.hidden_size).values(), strict=True):
             for name, count in Counter(own).items():  # one for all experts, or one each
                 _add(found, layer + name, replace(part, outputs=count * part.outputs))
     return found
+
+
+def _stored_latent(block: Block, names: TensorNames) -> Iterator[tuple[str, Matrix]]:
+    """The names and shapes of the further matrices of latent attention, as the checkpoint has them."""
+    for operator, (outputs, inputs) in latent_shapes(block.mixer).items():
+        if _is_transposed(operator, names):
+            assert block.attention.latent is not None
+            rank = block.attention.latent.rank
+            outputs, inputs = outputs // rank * inputs, rank
+        yield f"{getattr(names, operator)}.weight", Matrix(outputs, inputs)
+
+
+def _is_transposed(operator: str, names: TensorNames) -> bool:
+    """Whether an operator is made of columns of the checkpoint's tensor. It is plain then."""
+    return operator == "k_b" and not names.splits_latent
 
 
 def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
@@ -79,7 +96,7 @@ class _MatrixNames:
     gate_up: tuple[str, ...]
     down: str
     experts: tuple[tuple[str, ...], ...]
-    latents: tuple[str, ...]
+    around_experts: tuple[str, ...]
     inputs: tuple[str, ...]
 
     @classmethod
@@ -105,6 +122,8 @@ def _of_experts(name: str, block: Block) -> tuple[str, ...]:
 
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
     """The names of the matrices of an attention's projections."""
+    if attention.latent is not None:
+        return [LOW_QUERIES if attention.latent.query_rank else "self_attn.q_proj", LATENT_ROWS]
     letters = "q" if attention.shares else "qk" if attention.values_are_keys else "qkv"
     gate = [names.gate] * attention.gate
     return [names.fused_qkv or f"{names.attention}{letter}_proj" for letter in letters] + gate
@@ -123,8 +142,12 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         tuple(map(of, stored.gate_up)) if has_network else (),
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
-        tuple(map(of, stored.latents)),
+        tuple(map(of, stored.around_experts)),
         tuple(map(of, stored.inputs)),
+        tuple(
+            "" if _is_transposed(name, names) else of(f"{getattr(names, name)}.weight")
+            for name in latent_shapes(block.mixer)
+        ),
     )
     return found if any(found.every) else Encodings()
 

@@ -19,7 +19,7 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
-from offload.config.gguf_layers import INNER, KV_HEADS
+from offload.config.gguf_layers import INNER, KV_HEADS, LATENT_RANK
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
@@ -45,6 +45,9 @@ def gguf_config(header: Header) -> ModelConfig:
         config = _with_one(config)
     if isinstance(config.recurrence, HeadStates):
         config = _with_states(config, header, tiled=architecture.tiled)
+    if values.has("attn_k_b.weight"):  # old files have both in one tensor, as folders do
+        names = replace(config.names, k_b="self_attn.k_b_proj", v_b="self_attn.v_b_proj")
+        config = replace(config, names=names)
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
 
@@ -115,7 +118,8 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         values.refuse("embedding_length", f"the columns of {TABLE}, {hidden_size}")
     heads = values.alike("attention.head_count")
     head_dim = values.integer("attention.key_length", default=hidden_size // max(heads, 1))
-    if values.integer("attention.value_length", default=head_dim) != head_dim:
+    is_latent = LATENT_RANK in architecture.reads
+    if not is_latent and values.integer("attention.value_length", default=head_dim) != head_dim:
         values.refuse("attention.value_length", f"the same as attention.key_length, {head_dim}")
     common: dict[str, object] = {
         "vocab_size": vocab_size,

@@ -32,6 +32,7 @@ from offload.config.gguf_experts import (
 )
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
+from offload.config.gguf_latent import DEEPSEEK2, MISTRAL4, deepseek2, mistral4
 from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
 from offload.config.gguf_mamba import GRANITE_HYBRID, NEMOTRON_H, granitehybrid, nemotron_h
 from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
@@ -212,6 +213,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35moe": Architecture("qwen3_5_moe_text", qwen35moe, has_one=True, tiled=True, reads=QWEN35MOE),
     "gpt-oss": Architecture("gpt_oss", gpt_oss, reads=GPT_OSS),
     "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE | SECTIONS),
+    "deepseek2": Architecture("deepseek_v3", deepseek2, reads=DEEPSEEK2),
+    "mistral4": Architecture("mistral4", mistral4, reads=MISTRAL4),
     "minimax-m2": Architecture("minimax_m2", minimax_m2, reads=MINIMAX_M2),
     "ernie4_5-moe": Architecture("ernie4_5_moe", ernie4_5_moe, reads=ERNIE_MOE),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", hunyuan_moe, reads=HUNYUAN_MOE),

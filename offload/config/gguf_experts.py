@@ -15,7 +15,7 @@ _SCALE, _RENORMALISED = "expert_weights_scale", "expert_weights_norm"
 _GROUPS = ("expert_group_count", "expert_group_used_count")
 _LOCAL_THETA = "rope.freq_base_swa"
 _STEP = "interleave_moe_layer_step"
-_SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of scores; 0 is the architecture's own
+_SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of scores; 0 is the architecture's own
 EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
 GPT_OSS = EXPERTS | WINDOWS
 QWEN35MOE = EXPERTS | STATES | {SHARED_SIZE}
@@ -53,7 +53,7 @@ def olmoe(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 def minimax_m2(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of MiniMax-M2."""
-    _scored(values, _SIGMOID, "sigmoids")
+    _scored(values, SIGMOID, "sigmoids")
     own = experts(values)
     return {**own, "num_local_experts": own["num_experts"], "intermediate_size": own["moe_intermediate_size"]}
 
@@ -125,16 +125,15 @@ def glm4moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     return {
         **attention_bias(values, common),
         **sigmoids(values),
-        "n_routed_experts": values.integer("expert_count"),
+        **shared_experts(values),
         "use_qk_norm": values.has("attn_q_norm.weight"),
-        "n_shared_experts": values.integer(_SHARED_COUNT),
         "num_nextn_predict_layers": len(values.head_layers()),
     }
 
 
 def lfm2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
     """Fields of LFM2's mixtures of experts. Their weights add up to 1: llama.cpp hardcodes that."""
-    _scored(values, _SIGMOID, "sigmoids")
+    _scored(values, SIGMOID, "sigmoids")
     dense, factor = values.get(_DENSE, whole(0), 0), values.optional(_SCALE)
     return {
         **lfm2(values, common),
@@ -148,7 +147,17 @@ def lfm2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
 
 def sigmoids(values: Metadata) -> Fields:
     """Fields of a mixture of experts of DeepSeek V3's form, after some dense layers."""
-    _scored(values, _SIGMOID, "sigmoids")
+    _scored(values, SIGMOID, "sigmoids")
+    return grouped(values)
+
+
+def shared_experts(values: Metadata) -> Fields:
+    """The numbers of experts, and of those that every row runs through."""
+    return {"n_routed_experts": values.integer("expert_count"), "n_shared_experts": values.integer(_SHARED_COUNT)}
+
+
+def grouped(values: Metadata) -> Fields:
+    """Fields of a mixture of experts in groups, after some dense layers."""
     factor, (groups, groups_used) = values.optional(_SCALE), (values.get(key, whole(0, 1 << 12), 0) for key in _GROUPS)
     return {
         **experts(values),
@@ -162,8 +171,14 @@ def sigmoids(values: Metadata) -> Fields:
 
 def _scored(values: Metadata, kind: int, name: str) -> None:
     """Refuse scores of another kind than the architecture's."""
-    if values.get(_SCORING, whole(0, 1 << 8), 0) not in (0, kind):
+    if scoring(values) not in (0, kind):
         values.refuse(_SCORING, f"absent, 0 or {kind}: only {name} of the experts' scores are implemented")
+
+
+def scoring(values: Metadata) -> int:
+    """llama.cpp's number of scores; 0 if the file does not say it."""
+    number: int = values.get(_SCORING, whole(0, 1 << 8), 0)
+    return number
 
 
 def experts(values: Metadata, *, used: str = "num_experts_per_tok") -> Fields:

@@ -12,7 +12,7 @@ Fields = dict[str, object]
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 WINDOWS = frozenset((WINDOW, PATTERN))
 SECTIONS = frozenset(("rope.dimension_sections", "n_deepstack_layers"))  # of pictures alone: a text needs neither
-KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
+KV_HEADS, INNER, LATENT_RANK = "attention.head_count_kv", "feed_forward_length", "attention.kv_lora_rank"
 
 
 def attention_bias(values: Metadata, common: Mapping[str, object]) -> Fields:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offload.config.block import Block
+from offload.config.block import Attention, Block, Mixer
 from offload.formats.encodings import ENCODINGS
 
-LATENTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
-OPERATORS = ("qkv", "o", "gate_up", "down", *LATENTS, *OF_INPUT)  # a layer may lack the last four
+BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows
+AROUND_EXPERTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
+OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *AROUND_EXPERTS, *OF_INPUT)  # the last ones of few layers
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -29,18 +30,23 @@ class Matrix:
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The parts of each of OPERATORS that the layer has from top to bottom, ordered as in `Encodings`."""
+    """The parts of each of the layer's OPERATORS from top to bottom, ordered as in `Encodings`."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
+    latent = latent_shapes(mixer)
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
         "o": ((hidden_size,), mixer.out_size, (stored.o,)),
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
+        **{
+            name: ((outputs,), inputs, (kind,))
+            for (name, (outputs, inputs)), kind in zip(latent.items(), stored.latent or [""] * len(latent), strict=True)
+        },
     }
     if block.experts is not None and block.has_latents:
-        latent = block.experts.latent
-        shapes["to_latent"] = (latent,), hidden_size, stored.latents[:1]
-        shapes["from_latent"] = (hidden_size,), latent, stored.latents[1:]
+        size = block.experts.latent
+        shapes["to_latent"] = (size,), hidden_size, stored.around_experts[:1]
+        shapes["from_latent"] = (hidden_size,), size, stored.around_experts[1:]
     if size := block.input_size:
         shapes["input_gate"] = ((size,), hidden_size, stored.inputs[:1])
         shapes["input_out"] = ((hidden_size,), size, stored.inputs[1:])
@@ -50,6 +56,16 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         )
         for name, (outputs, inputs, kinds) in shapes.items()
     }
+
+
+def latent_shapes(mixer: Mixer) -> dict[str, tuple[int, int]]:
+    """The (outputs, inputs) of the further operators of latent attention; empty without it. q_b: of queries, if they
+    are products with low-rank rows. k_b: [rank, plain] for each head, its keys' matrix transposed."""
+    if not isinstance(mixer, Attention) or (latent := mixer.latent) is None:
+        return {}
+    heads = mixer.num_heads
+    queries = {"q_b": (heads * latent.query_dim, latent.query_rank)} if latent.query_rank else {}
+    return {**queries, "k_b": (heads * latent.rank, latent.plain), "v_b": (heads * latent.value_dim, latent.rank)}
 
 
 def expert_matrices(block: Block, hidden_size: int) -> dict[str, Matrix]:
@@ -85,7 +101,7 @@ def expert_bytes(block: Block, hidden_size: int, dtype_bytes: int) -> int:
 
 
 def layer_matrices(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
-    """The matrices of each of OPERATORS that the layer has: its parts, with neighbours of one encoding joined."""
+    """The matrices of each of the layer's OPERATORS: its parts, with neighbours of one encoding joined."""
     return {name: _joined(parts) for name, parts in layer_parts(block, hidden_size).items()}
 
 

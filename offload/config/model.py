@@ -25,7 +25,7 @@ from offload.config.block import (
     Recurrence,
 )
 from offload.config.layer_table import LayerTable
-from offload.config.matrices import Matrix, expert_bytes, expert_parameters, layer_matrices
+from offload.config.matrices import BY_HEAD, Matrix, expert_bytes, expert_parameters, latent_shapes, layer_matrices
 from offload.config.names import TensorNames
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
@@ -117,14 +117,14 @@ class ModelConfig:
 
     @cached_property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """The (KV heads, head_dim) of each layer; (0, 0) of one that does not attend."""
+        """The (KV heads, numbers of each in a cache) of each layer; (0, 0) of one that does not attend."""
         attended = (each.mixer if isinstance(each.mixer, Attention) else None for each in self.blocks)
-        return tuple((each.num_kv_heads, each.head_dim) if each else (0, 0) for each in attended)
+        return tuple((each.num_kv_heads, each.kv_dim) if each else (0, 0) for each in attended)
 
     @cached_property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct head_dims of all layers."""
-        return tuple(dict.fromkeys(dim for _, dim in self.kv_shapes if dim))
+        return tuple(dict.fromkeys(block.attention.head_dim for block in self.blocks if block.attends))
 
     @property
     def has_one_shape(self) -> bool:
@@ -142,6 +142,10 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.block.attention.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.block.attention.kv_dim
 
     @property
     def intermediate_size(self) -> int:
@@ -246,6 +250,7 @@ class ModelConfig:
                 gate=False,
                 sink_logits=False,
                 shares=False,
+                latent=None,
             ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
@@ -295,7 +300,7 @@ class ModelConfig:
 
     def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
         """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each. The
-        products of experts are left out."""
+        products of experts are left out. Of latent attention those by head count as one, of all heads' outputs."""
         return self._products
 
     @cached_property
@@ -316,8 +321,16 @@ class ModelConfig:
             (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
+            *((outputs, inputs, False) for outputs, inputs in latent_shapes(mixer).values()),
             *others,
         )
+
+    @cached_property
+    def head_products(self) -> tuple[tuple[int, int, bool], ...]:
+        """The distinct products of single heads of latent attention, as `layer_products` gives them."""
+        every = ((kind, latent_shapes(kind.block.mixer)) for kind, _ in self.kinds)
+        found = ((kind.num_heads, *shapes[name]) for kind, shapes in every for name in BY_HEAD if shapes)
+        return tuple(dict.fromkeys((outputs // heads, inputs, False) for heads, outputs, inputs in found))
 
     @cached_property
     def experts(self) -> Experts | None:

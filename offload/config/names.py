@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from offload.config.block import Block
 
+LOW_QUERIES, LATENT_ROWS = "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
+
 
 @dataclass(frozen=True)
 class RecurrenceNames:
@@ -89,9 +91,10 @@ class TensorNames:
     """The tensor names of a checkpoint: `body` is the prefix of every name but the head's; the others are names within
     a layer. If `fused_qkv` or `fused_gate_up` is given, that tensor holds the rows of two or three matrices. gate: of
     the attention; if it is the tensor of queries, each head has the rows of its query before those of its gate. table,
-    final_norm: within the body. attention: the prefix of projections of attention, out: its output behind that. dense:
-    in place of "mlp." in the names of a network without experts. opening: the gate of that. unused: patterns of names
-    within the body whose tensors are left alone."""
+    final_norm: within the body. attention: the prefix of projections of attention, out: its output behind that. q_b,
+    k_b, v_b: of latent attention; in a tensor of both, each head's rows of keys precede those of its values, while in
+    one of its own keys are transposed. dense: in place of "mlp." in the names of a network without experts. opening:
+    the gate of that. unused: patterns of names within the body whose tensors are left alone."""
 
     body: str = "model."
     head: str = "lm_head.weight"
@@ -115,6 +118,9 @@ class TensorNames:
     after_input: str = "post_per_layer_input_norm"
     gate: str = "self_attn.gate_proj"
     sink_logits: str = "self_attn.sinks"
+    q_b: str = "self_attn.q_b_proj"
+    k_b: str = "self_attn.kv_b_proj"
+    v_b: str = "self_attn.kv_b_proj"
     table: str = "embed_tokens"
     final_norm: str = "norm"
     attention: str = "self_attn."
@@ -136,6 +142,11 @@ class TensorNames:
         names = (self.fused_gate_up or self.opening, self.fused_gate_up or self.up, self.down)
         gate, up, down = (name.replace("mlp.", prefix, 1) for name in names)
         return gate, up, down
+
+    @property
+    def splits_latent(self) -> bool:
+        """Whether heads' keys and values have tensors of their own in latent attention."""
+        return self.k_b != self.v_b
 
     @property
     def embeddings(self) -> str:

@@ -22,7 +22,11 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
 
 
 def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
-    """The norms of queries, keys and values, with their sizes; of queries alone where keys are another layer's."""
+    """The norms of queries, keys and values, with their sizes; of queries alone where keys are another layer's. Of
+    latent attention: of its low-rank rows."""
+    if (latent := attention.latent) is not None:
+        low_queries = attention.qk_norm if latent.query_rank else None
+        return {"q_norm": (latent.query_rank, low_queries), "k_norm": (latent.rank, attention.qk_norm)}
     queries = {"q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm)}
     if attention.shares:
         return queries

@@ -25,7 +25,7 @@ from offload.engine.request import GenerationRequest, end_tokens_of
 from offload.engine.scores import Reference, Scores, Scoring
 from offload.engine.step import Step
 from offload.errors import DoesNotFit, ModelError, UsageError
-from offload.kernels.choice import gpu_kernels, of_model
+from offload.kernels.choice import all_of_model, gpu_kernels
 from offload.kernels.cpu import OFF
 from offload.kernels.gpu.flash import flash
 from offload.kv.retrieval import RetrievalCache
@@ -62,7 +62,7 @@ __all__ = [
 def kernels_problem(device: str, model: ModelConfig) -> str:
     """The reason why a pass of `model` on `device` runs on torch's operators although kernels should run; "" if none.
     Raises UsageError for an invalid TRIFORCE_KERNELS."""
-    found = of_model(torch.device(device), model)
+    found = all_of_model(torch.device(device), model)
     return "" if found.reason == OFF else found.reason
 
 

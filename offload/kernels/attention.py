@@ -43,6 +43,15 @@ def unfold(out: Tensor, num_rows: int) -> Tensor:
     return out.view(num_kv_heads, -1, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, -1)
 
 
+def attended_rows(held: Tensor, *, joined: bool) -> tuple[Tensor, Tensor]:
+    """Rows of a cache, [2, ..., D] -> keys and values, [..., D] each, or with `joined` both the same, [..., 2 D]."""
+    keys, values = held
+    if not joined:
+        return keys, values
+    both = torch.cat([keys, values], -1)
+    return both, both
+
+
 def count_up(first: int, num_rows: int, query: Tensor) -> Tensor:
     """Numbers [R] int64 for the folded rows of query [H_kv, R, D]: row t of `num_rows` gets first + t in each head."""
     return torch.arange(first, first + num_rows, device=query.device).repeat(query.shape[1] // num_rows)

@@ -7,8 +7,9 @@ from functools import cache
 
 import torch
 
+from offload.config.block import Attention
 from offload.config.model import ModelConfig
-from offload.formats.layout import WIDEST_GPU_HEAD
+from offload.formats.layout import WIDEST_GPU_HALF, WIDEST_GPU_HEAD
 from offload.kernels import cpu
 from offload.kernels.cpu import OFF, VARIABLE, wanted
 from offload.kernels.device import DeviceKernels
@@ -39,21 +40,40 @@ def gpu_kernels(device: torch.device) -> DeviceKernels:
     return GPU_KERNELS
 
 
-def fitting(device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]]) -> DeviceKernels:
-    """The kernels of `device` for a model with heads of `head_dim` numbers and with `products`, see `cpu.fitting`."""
+def fitting(
+    device: torch.device, head_dim: int, products: Sequence[tuple[int, int, bool]], *, joined: bool = False
+) -> DeviceKernels:
+    """The kernels of `device` for a model with heads of `head_dim` numbers and with `products`, see `cpu.fitting`.
+    joined: see `Scoring`."""
     if device.type == "cpu":
         return cpu.fitting(device, head_dim, products)
+    if joined and head_dim % 32 == 0 and _NARROWEST_HEAD <= head_dim // 2 <= WIDEST_GPU_HALF:
+        from offload.kernels.gpu.kernels import JOINED_KERNELS
+
+        return found if not (found := gpu_kernels(device)).usable else JOINED_KERNELS
     if not _NARROWEST_HEAD <= head_dim <= WIDEST_GPU_HEAD or head_dim % 16:
         return DeviceKernels(reason=f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}", whose="GPU")
     return gpu_kernels(device)
 
 
+def of_attention(
+    device: torch.device, attention: Attention, products: Sequence[tuple[int, int, bool]]
+) -> DeviceKernels:
+    """The kernels of `device` for the attention of some layers, see `fitting`."""
+    return fitting(device, attention.head_dim, products, joined=attention.latent is not None)
+
+
 def of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
-    """The kernels of `device` for a model, whose layers may have heads of several sizes: none if one size has none."""
-    if device.type == "cpu":
-        return cpu.of_model(device, config)
-    found = [fitting(device, head_dim, config.all_products) for head_dim in config.head_dims]
-    return next((each for each in found if not each.usable), found[0])
+    """The kernels of `device` for a model's layers, but for the attention of a GPU, see `fitting`. A CPU has some for
+    all of them or none."""
+    return cpu.of_model(device, config) if device.type == "cpu" else gpu_kernels(device)
+
+
+def all_of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
+    """The kernels of `device` for a model with its attention: none where some layer cannot run on them."""
+    attentions = dict.fromkeys(block.attention for block in config.blocks if block.attends)
+    found = [of_attention(device, each, config.all_products) for each in attentions]
+    return next((each for each in (of_model(device, config), *found) if not each.usable), found[0])
 
 
 def prefill_attention(device: torch.device, head_dim: int, *, page: int, windows: bool) -> PrefillAttention | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.formats.quantised_kv import GROUP, KVCodes
-from offload.kernels.attention import Part, attend, fold, merge, sink_part, unfold
+from offload.kernels.attention import Part, attend, attended_rows, fold, merge, sink_part, unfold
 from offload.kernels.places import append_rows
 from offload.kernels.rows import AttentionShape, attention_alike
 from offload.kernels.runs import MASS_DTYPE, Rows, Run
@@ -91,7 +91,8 @@ class OperatorAttention:
 
     def append_rows(self, run: Run) -> None:
         assert self._rows is not None
-        append_rows(run.pages, run.first, self._rows.index, (self._keys, self._rows.v), self._places)
+        rows = self._rows.scoring.cached(self._keys, self._rows.v)
+        append_rows(run.pages, run.first, self._rows.index, rows, self._places)
 
     def attend(self, run: Run) -> None:
         if run.windowed and run.held.dim() == 4:
@@ -134,7 +135,8 @@ class OperatorAttention:
         assert self._rows is not None
         window, scoring, first = self._rows.window, self._rows.scoring, block.own[:1] - run.first
         seen = torch.arange(window + block.count - 1, device=first.device) + (first + 1 - window)
-        keys, values = run.held.index_select(2, seen.clamp(0, run.held.shape[2] - 1))[:, None]
+        held = run.held.index_select(2, seen.clamp(0, run.held.shape[2] - 1))[:, None]
+        keys, values = attended_rows(held, joined=scoring.joined)
         row = torch.arange(block.count, device=first.device).repeat(block.group)
         first_visible = torch.maximum(row, window - 1 - first)
         block.add(
@@ -152,8 +154,7 @@ class OperatorAttention:
         seen, first = self._seen(block, run, at, pages.shape[1] * page)
         part = attend(
             block.queries[run.query],
-            pages[0],
-            pages[1],
+            *attended_rows(pages, joined=scoring.joined),
             seen,
             first_visible=first,
             chunk=self._chunk if self._masses else None,
@@ -187,7 +188,8 @@ class OperatorAttention:
         for first in range(0, blocks.shape[1], step):
             some = blocks[:, first : first + step]
             filled = pad(some, (0, 0, 0, -some.shape[1] % (CODED_PAGE // GROUP)))
-            rows = KVCodes(filled[None], self._rows.q.shape[2]).rows(self._dtype)[0]
+            dim = self._rows.q.shape[2] // (1 + self._rows.scoring.joined)
+            rows = KVCodes(filled[None], dim).rows(self._dtype)[0]
             yield rows.unflatten(2, (-1, CODED_PAGE)).transpose(1, 2), first * GROUP
 
 

@@ -15,6 +15,7 @@ from offload.kernels.attention import (
     attend,
     attend_joined,
     attend_whole_pages,
+    attended_rows,
     count_up,
     fold,
     merge,
@@ -54,7 +55,7 @@ class OperatorBlock:
     A tile is [2, P, H_kv, S, D]; `base` is the position of its first token. scale: on products of queries and keys,
     None: D^-0.5. part: of the sink logits, if there are any, and the tiles so far. window: tokens that a row sees,
     itself and those before it; None: all. cap: of scores, see `attend`. fused: `attend` uses torch's fused kernel where
-    that serves.
+    that serves. joined: see `Scoring`.
     """
 
     query: Tensor
@@ -65,6 +66,7 @@ class OperatorBlock:
     window: int | None = None
     cap: float | None = None
     fused: bool = False
+    joined: bool = False
 
     @classmethod
     def of(
@@ -74,7 +76,8 @@ class OperatorBlock:
         """Rows q [T, H, D], rotated, at positions `start` and on."""
         query = fold(q, num_kv_heads)
         part = sink_part(scoring.sink_logits, query)
-        return cls(query, start, len(q), scoring.scale, part, window=window, cap=scoring.cap, fused=fused)
+        others = {"window": window, "cap": scoring.cap, "fused": fused, "joined": scoring.joined}
+        return cls(query, start, len(q), scoring.scale, part, **others)  # type: ignore[arg-type]
 
     def attend(self, tile: Tensor, base: int) -> None:
         """See `PrefillBlock`: the pages that some row sees, a few at a time where torch's fused kernel does not serve.
@@ -85,18 +88,21 @@ class OperatorBlock:
         used = min(-(-(self._last + 1 - base) // page), tile.shape[1])
         whole = max(min((self.first + 1 - base) // page, used), 0) if fused and self.window is None else 0
         if whole:
-            self._add(attend_whole_pages(self.query, tile[0, :whole], tile[1, :whole], self.scale))
+            self._add(attend_whole_pages(self.query, *self._rows(tile[:, :whole]), self.scale))
         visible, first_visible = self._visible(tile, base)
         joined = fused and not tile.is_cuda
         step = used if joined else PREFILL_PAGES
         for at in range(whole, used, step):
             some = slice(at, min(at + step, used))
             seen, first = (None if each is None else each - at * page for each in (visible, first_visible))
-            keys, values = tile[0, some], tile[1, some]
+            keys, values = self._rows(tile[:, some])
             if joined:
                 self._add(attend_joined(self.query, keys, values, seen, first_visible=first, scale=self.scale))
             else:
                 self._add(self._by_products(keys, values, seen, first))
+
+    def _rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        return attended_rows(pages, joined=self.joined)
 
     def _by_products(self, keys: Tensor, values: Tensor, seen: Tensor | None, first: Tensor | None) -> Part:
         return attend(self.query, keys, values, seen, first_visible=first, scale=self.scale, cap=self.cap)

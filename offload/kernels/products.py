@@ -20,7 +20,7 @@ Ending = Literal["write", "add", "gate", "activate"]
 _ENDINGS: tuple[Ending, ...] = ("write", "add", "gate", "activate")
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared", "clamped_silu")
 Matrix = Tensor | Codes | StoredMatrix
-MOST = 16  # steps of one call
+MOST, MOST_GROUPS = 320, 16  # steps of one call, and groups of steps beside each other
 _ALIGNMENT = 64  # inputs: at least a vector of every instruction set, and a pair of groups in blocks
 _TILE = 16  # rows of an AMX tile; as bf16 they take half the memory of floats
 
@@ -36,6 +36,8 @@ class Step:
     ending. With a weight in codes the normed rows are quantised to 8 bits (native/codes.h).
 
     weight: None for no product: out [n, inputs] += factor * norm(x).
+    room: scratch from `room_to_widen`; None: that of the steps. beside: the step reads nothing that the steps before it
+    write, from the last one on that is not beside others, and has its own room: they run at the same time.
     """
 
     x: Tensor
@@ -47,14 +49,18 @@ class Step:
     factor: float = 1.0
     activation: Activation = "silu"
     up: Matrix | None = None
+    room: Tensor | None = None
+    beside: bool = False
 
 
 class Steps:
     """Consecutive steps over the same rows, in one native call. A row's bits do not depend on the number of rows."""
 
     def __init__(self, kernels: Library, steps: Sequence[Step], widened: Tensor) -> None:
-        """steps: at most MOST, of one dtype, rows and matrices contiguous. widened: scratch from `room_to_widen`."""
+        """steps: at most MOST in MOST_GROUPS, of one dtype, rows and matrices contiguous. widened: scratch from
+        `room_to_widen`."""
         assert len(steps) <= MOST
+        assert sum(not step.beside for step in steps) <= MOST_GROUPS
         self._dtype, self._library, self._kept = DTYPES[steps[0].x.dtype], kernels.library, steps
         self._widened, self._read = widened, steps[0].x  # tensors are kept alive for their addresses
         self._structures = (Product * len(steps))(*(structure_of(step, widened) for step in steps))
@@ -77,9 +83,9 @@ def structure_of(step: Step, widened: Sequence[Tensor] | Tensor) -> Product:
     weight, up = step.weight, step.up
     if step.ending == "gate" and up is None:
         assert weight is not None
-        weight, up = halves(weight)
+        weight, up = divided(weight, 2)
     assert weight is not None or (step.ending == "add" and norm is not None)
-    own, second = widened
+    own, second = widened if step.room is None else step.room
     widened_up = own if up is None or _kind(up) == _kind(weight) else second  # kinds want rows in other forms
     return Product(
         step.x.data_ptr(),
@@ -100,19 +106,19 @@ def structure_of(step: Step, widened: Sequence[Tensor] | Tensor) -> Product:
         _ACTIVATIONS.index(step.activation),
         norm is not None and norm.norm.centred,
         norm is not None and norm.norm.fp32,
+        step.beside,
         0.0 if norm is None else norm.norm.eps,
         step.factor,
     )
 
 
-def halves(weight: Matrix) -> tuple[Matrix, Matrix]:
-    """The two halves of a matrix [2 * outputs, inputs]; a matrix in codes must have whole tiles in each half."""
+def divided(weight: Matrix, count: int) -> list[Matrix]:
+    """The equal parts of a matrix [count * outputs, inputs]; one in codes must have whole tiles in each."""
     if isinstance(weight, Codes):
-        tiles = len(weight.blocks) // 2
-        assert len(weight.blocks) == 2 * tiles
-        return Codes(weight.blocks[:tiles]), Codes(weight.blocks[tiles:])
-    outputs = weight.shape[0] // 2
-    return weight[:outputs], weight[outputs:]
+        assert len(weight.blocks) % count == 0
+        return [Codes(blocks) for blocks in weight.blocks.chunk(count)]
+    outputs = weight.shape[0] // count
+    return [weight[first : first + outputs] for first in range(0, weight.shape[0], outputs)]
 
 
 def _kind(weight: Matrix | None) -> str:

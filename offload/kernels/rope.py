@@ -68,13 +68,22 @@ class Scoring:
     """The attention scores of a layer. Queries and keys are rotated by `rope`, then multiplied by `weights`, [D] each
     for queries and for keys. Their products are multiplied by `scale`, None for D^-0.5, and capped by `cap`, see
     `Attention` of a model. sink_logits: [H] fp32; each row's softmax in head h has exp(sink_logits[h]) in its
-    denominator, once beside those of all scores. It is neither scaled nor capped (transformers, modeling_gpt_oss)."""
+    denominator, once beside those of all scores. It is neither scaled nor capped (transformers, modeling_gpt_oss).
+
+    joined: a token has one row of as many numbers as a query, which is both its key and its value, see
+    `Attention.latent`: caches have its halves in place of a key and of a value. `attend` gets it for k and for v."""
 
     rope: RopeTable
     scale: float | None = None
     cap: float | None = None
     weights: tuple[Tensor, Tensor] | None = None
     sink_logits: Tensor | None = None
+    joined: bool = False
+
+    def cached(self, rotated: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and v [T, H_kv, D] -> the two parts of a row that a cache has."""
+        first, *second = rotated.chunk(2, -1) if self.joined else (rotated, v)
+        return first, second[0]
 
     def rotated(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """q and k [T, H, D] at positions `start` and on -> both rotated and weighted."""
@@ -129,7 +138,14 @@ def scorings(
     given = weights or [ScoringWeights()] * len(attentions)
     assert [each.sink_logits for each in attentions] == [own.sink_logits is not None for own in given]
     return tuple(
-        Scoring(tables[each.rope, each.head_dim], each.scale, each.cap, own.factors, own.sink_logits)
+        Scoring(
+            tables[each.rope, each.head_dim],
+            each.scale,
+            each.cap,
+            own.factors,
+            own.sink_logits,
+            each.latent is not None,
+        )
         for each, own in zip(attentions, given, strict=True)
     )
 

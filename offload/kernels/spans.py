@@ -43,7 +43,7 @@ class SpanAttention:
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
         a, r, scoring, rope = self._attention, self._rotation, rows.scoring, rows.scoring.rope
         stop, num_slots = rows.position + len(rows.q), sum(-(-tokens // self.span) for tokens in counts)
-        sizes = (*rows.q.shape, rows.k.shape[1], num_slots, len(lasts) or 1, masses)
+        sizes = (*rows.q.shape, rows.k.shape[1], num_slots, len(lasts) or 1, masses, scoring.joined)
         if sizes != self._sizes:
             self._resize(*sizes)
             self._sizes = sizes
@@ -62,22 +62,25 @@ class SpanAttention:
         self._rows, self._slot = rows, 0
 
     def _resize(
-        self, num_rows: int, num_heads: int, dim: int, num_kv_heads: int, num_slots: int, num_queries: int, masses: bool
-    ) -> None:
+        self, num_rows: int, num_heads: int, dim: int, num_kv_heads: int, num_slots: int, num_queries: int,
+        masses: bool, joined: bool,
+    ) -> None:  # fmt: skip
         """Have scratch for so many rows, spans and queries of a row."""
         library, a, r, folded = self._library, self._attention, self._rotation, num_heads * num_rows
         chunks = self.span // self._part if masses and self._chunk else 0
         self._queries = _at_least(self._queries, num_queries * folded * dim)
-        self._partials = _at_least(
-            self._partials, num_slots * folded * (library.widened_room(self._code, dim) + _FLOATS)
-        )
+        halves = 1 + joined
+        room = halves * library.widened_room(self._code, dim // halves)
+        self._partials = _at_least(self._partials, num_slots * folded * (room + _FLOATS))
         self._masses = _at_least(self._masses, num_slots * folded * chunks)
         self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self.span)
+        self._per_thread += dim * self.span if joined else 0  # decoded rows of codes
         a.queries, a.partials = self._queries.data_ptr(), self._partials.data_ptr()
         a.masses = self._masses.data_ptr() if chunks else None
         a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim
         a.slots, a.chunk, a.chunks, a.out_stride = num_slots, self._part, chunks, num_heads * dim
         r.rows, r.group, r.kv_heads, r.head_dim = a.rows, a.group, a.kv_heads, dim
+        a.joined = r.joined = joined
 
     def append_rows(self, run: Run) -> None:
         self._take(run)

@@ -123,7 +123,7 @@ class FullCache(PagedPart):
         for index in range(self.shape.count(start + num_rows)):
             tile = access.open(held, index)
             if writes:
-                first, stop = write_rows(tile, index * tokens, start, keys, values)
+                first, stop = write_rows(tile, index * tokens, start, *self.scorings[layer].cached(keys, values))
                 if first < stop:
                     access.wrote(held, index, first, stop)
             block.attend(tile, index * tokens)

@@ -220,6 +220,6 @@ class WindowCache(PagedPart):
         block = self._prefilling.block(q, start, self.scorings[layer], self._windows[layer])
         for tile, base in self._seen(layer, start, start + len(q)):
             if writes:
-                write_rows(tile, base, start, k, qkv[2])
+                write_rows(tile, base, start, *self.scorings[layer].cached(k, qkv[2]))
             block.attend(tile, base)
         return block.attended().to(q.dtype)

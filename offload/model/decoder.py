@@ -248,7 +248,7 @@ class Decoder:
         config, dtypes = self.config, {self.weights.embedding.dtype}
         if config.stored_in or config.head_encoding:
             dtypes.add(torch.float32)  # in which stored matrices are multiplied
-        products = (*config.all_products, (config.vocab_size, config.hidden_size, False))
+        products = (*config.all_products, *config.head_products, (config.vocab_size, config.hidden_size, False))
         if config.experts is not None:
             dtypes.add(torch.float32)  # in which rows are scored
             products = (*products, (config.experts.num_scores, config.hidden_size, False))

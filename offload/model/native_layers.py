@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block, Mixer
+from offload.config.block import Activation, Attention, Block, Latent, Mixer
 from offload.config.model import ModelConfig
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
-from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
+from offload.kernels.products import Ending, Step, Steps, divided, norm_heads, room_to_widen, widened_floats
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
+from offload.model.latent import in_halves, values_of
 from offload.model.layer import Add, Attend, Gate, Join, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
@@ -65,7 +66,10 @@ class NativeLayers:
                     step.run(num_rows)
                     mixed = None
                 case Attend():
-                    mixed = self._attended(layer, step, room, num_rows, caches)
+                    if step.attention.latent is None:
+                        mixed = self._attended(layer, step, room, num_rows, caches)
+                    else:
+                        self._attend_latent(layer, step, step.attention.latent, room, num_rows, caches)
                 case Recur():
                     mixed = caches.recur(layer, room.qkv[:num_rows], step.weights)
                 case Mix():
@@ -122,8 +126,9 @@ class NativeLayers:
                 if isinstance(step, Product | Add) and (native := self._native(step, block, room)):
                     products += native
                     continue
-                found += [*self._call(products), step]  # type: ignore[list-item]
-                products = []
+                before, after = room.latent_steps(weights) if isinstance(step, Attend) else ([], [])
+                found += [*self._call([*products, *before]), step]  # type: ignore[list-item]
+                products = after
             self._layers[key] = weights, [*found, *self._call(products)]
         return self._layers[key][1]
 
@@ -163,6 +168,23 @@ class NativeLayers:
         attended = caches.attend(layer, q, k, v)
         return attended if gate is None else gated_heads(attended, gate, attention)
 
+    def _attend_latent(
+        self, layer: int, step: Attend, latent: Latent, room: _Room, num_rows: int, caches: MixRows
+    ) -> None:
+        """Latent attention between two steps, from and to the room's buffers."""
+        norm, low, heads = (
+            step.weights.k_norm,
+            room.qkv[:num_rows, -step.attention.head_dim :],
+            step.attention.num_heads,
+        )
+        assert norm is not None
+        norm_heads(self._kernels, low[:, : latent.rank], norm)
+        plain, rotated = (rows[:num_rows].unflatten(1, (heads, -1)) for rows in (room.absorbed, room.queries))
+        q = in_halves(rotated[..., latent.plain :], plain)
+        held = in_halves(low[:, latent.rank :], low[:, : latent.rank])[:, None]
+        values = room.values[:num_rows].unflatten(1, (heads, 2, -1))
+        values.copy_(values_of(caches.attend(layer, q, held, held), latent))
+
 
 class _Room:
     """Buffers for mixers of one shape and up to `most` rows: the first product's output, and the mixer's."""
@@ -173,7 +195,40 @@ class _Room:
         self.mixed = torch.empty(most, mixer.out_size, dtype=dtype)
         values = mixer.kv_size if isinstance(mixer, Attention) and mixer.values_are_keys else 0
         self._values = torch.empty(most, values, dtype=dtype)
+        if isinstance(mixer, Attention) and mixer.latent is not None:
+            self._make_latent(mixer.latent, mixer.num_heads, most, dtype)
         self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
+
+    def _make_latent(self, latent: Latent, heads: int, most: int, dtype: torch.dtype) -> None:
+        """queries: [most, H * query_dim]. absorbed, values: [most, H * rank], queries times their heads' keys, and
+        attended rows. Each head has scratch."""
+        queries = torch.empty(most, heads * latent.query_dim, dtype=dtype) if latent.query_rank else self.qkv
+        self.queries = queries[:, : heads * latent.query_dim]
+        self.absorbed, self.values = (torch.empty(most, heads * latent.rank, dtype=dtype) for _ in range(2))
+        self._scratch = torch.empty(heads, 1, widened_floats(most, max(latent.rank, latent.plain))).expand(-1, 2, -1)
+
+    def latent_steps(self, weights: LayerWeights) -> tuple[list[Step], list[Step]]:
+        """The steps of latent attention before and after a cache attends; of another attention none."""
+        attention = self._mixer
+        if not isinstance(attention, Attention) or (latent := attention.latent) is None:
+            return [], []
+        assert weights.k_b is not None
+        assert weights.v_b is not None
+        before, heads = list[Step](), attention.num_heads
+        if weights.q_b is not None:
+            before = _steps_of(self.qkv[:, : latent.query_rank], weights.q_b, self.queries, weights.q_norm)
+        plain = [head[:, : latent.plain] for head in self.queries.chunk(heads, 1)]
+        keys = self._by_heads(plain, weights.k_b, self.absorbed)
+        return [*before, *keys], self._by_heads(self.values.chunk(heads, 1), weights.v_b, self.mixed)
+
+    def _by_heads(self, rows: Sequence[Tensor], linear: Linear, out: Tensor) -> list[Step]:
+        """A step for the rows of each head."""
+        assert not isinstance(linear.weight, Parts)
+        heads = zip(rows, divided(linear.weight, len(rows)), out.chunk(len(rows), 1), self._scratch, strict=True)
+        return [
+            Step(own, weight, None, made, room=room, beside=number > 0)
+            for number, (own, weight, made, room) in enumerate(heads)
+        ]
 
     def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
         """Views of the first `num_rows` rows: q [T, H * D], k and v [T, H_kv * D]; the same three by heads,
@@ -197,7 +252,7 @@ def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
     found = []
     for block in config.blocks:
         own = block.mixer
-        same = ("head_dim", "values_are_keys", "gate", "shares")
+        same = ("head_dim", "values_are_keys", "gate", "shares", "latent")
         key = (own.parts, *(getattr(own, name, None) for name in same))
         if key not in made:
             made[key] = _Room(own, most, dtype)

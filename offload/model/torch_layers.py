@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offload.config.block import Latent
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated
@@ -15,10 +16,11 @@ from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
 from offload.model.host_experts import HostMixes
+from offload.model.latent import in_halves, values_of
 from offload.model.layer import Add, Attend, Gate, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.weights.layout import LayerWeights
-from offload.weights.linear import Linear, product
+from offload.weights.linear import Linear, by_heads, product
 
 
 class TorchLayers:
@@ -58,7 +60,11 @@ class TorchLayers:
                 case Product():
                     self._multiply(step, operands, blocks)
                 case Attend():
-                    operands["mixed"] = self._attended(step, operands["qkv"], partial(caches.attend, layer))
+                    attend = partial(caches.attend, layer)
+                    if step.attention.latent is None:
+                        operands["mixed"] = self._attended(step, operands["qkv"], attend)
+                    else:
+                        operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
                 case Recur():
                     operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
                 case Mix():
@@ -137,6 +143,29 @@ class TorchLayers:
             heads, none = [q, k, v], []
         attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in heads), *none)
         return gated_heads(attended, others[0], own) if own.gate else attended
+
+
+def _latent(
+    step: Attend,
+    latent: Latent,
+    qkv: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    blocks: Sequence[int] | None,
+) -> Tensor:
+    """The output of latent attention: qkv [T, outputs] -> [T, H * value_dim]."""
+    queries, row = qkv.split(step.attention.parts, 1)
+    weights, rotated = step.weights, (latent.rotated,)
+    assert weights.k_norm is not None
+    assert weights.k_b is not None
+    assert weights.v_b is not None
+    if (q_norm := weights.q_norm) is not None and (q_b := weights.q_b) is not None:
+        queries = _by_block(blocks, queries, lambda rows: q_b(q_norm(rows)))
+    plain, others = queries.unflatten(1, (step.attention.num_heads, -1)).split((latent.plain, *rotated), 2)
+    low, key = row.split((latent.rank, *rotated), 1)
+    q = in_halves(others, _by_block(blocks, plain, partial(by_heads, weight=weights.k_b.weight)))
+    held = in_halves(key, weights.k_norm(low))[:, None]
+    values = values_of(attend(q, held, held), latent).flatten(2)
+    return _by_block(blocks, values, partial(by_heads, weight=weights.v_b.weight)).flatten(1)
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

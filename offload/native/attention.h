@@ -18,6 +18,9 @@
 //
 // coded: keys points to blocks of kv_codes.h, whole ones, those of head h at h * head_stride bytes; all rows see all of
 // them, and no mass of theirs is kept. There is nothing at values.
+//
+// Where an attention is joined, a token's key and its value are the same 2 D numbers, of which keys has the first half
+// and values the second, and so have queries and the output.
 struct Run {
     const void* keys;
     const void* values;
@@ -40,9 +43,10 @@ constexpr float LOG2_E = 1.44269504f;
 
 struct Attention {
     const float* queries;  // [queries, H, R, D]
-    float* partials;       // [slots, H, R, 2 + padded(D)]: largest score, sum, out
+    float* partials;       // [slots, H, R, 2 + room()]: largest score, sum, out
     float* masses;         // [slots, H, R, chunks], or null
     int64_t rows, group, kv_heads, head_dim;
+    int64_t joined;
     int64_t position, window;  // position of row 0; tokens that a row sees of windowed spans
     int64_t chunk, chunks;     // tokens of a chunk, chunks of a span
     int64_t out_stride;        // elements from one row of `out` to the next
@@ -54,6 +58,14 @@ struct Attention {
     float* sums;  // null, or [T, G * H, 2]: largest score in powers of 2, and sum. Then `out` is fp32, and `mass` is
                   // [T, G * H, slots * chunks], of each query head
     const float* sink_logits;  // null, or [G * H]: each query head's, in its rows' softmax beside their scores
+
+    int64_t halves() const { return 1 + joined; }
+    int64_t held_dim() const { return head_dim / halves(); }  // of a token at keys, and at values
+
+    template <class E>
+    int room() const {
+        return int(halves()) * padded<E>(int(held_dim()));
+    }
 
     float score_scale() const { return scale ? float(scale) : 1 / __builtin_sqrtf(float(head_dim)); }
 
@@ -230,18 +242,21 @@ inline Span span_of(const Run& run, int64_t number, int64_t head, int64_t dim) {
             run.first + at, rest < run.span ? rest : run.span, run.slot + number, run.query, run.windowed != 0};
 }
 
-// What is worked on: `folded` rows of queries [folded, dim], `count` keys, and scores in rows of `stride`.
+// What is worked on: `folded` rows of queries [folded, halves * dim], `count` keys, and scores in rows of `stride`.
 struct Part {
     const float* queries;
-    int folded, dim, count, stride;
+    int folded, dim, halves, count, stride;
 };
 
+// keys: of each half.
 template <class E>
-void score_all(const Part& p, const typename E::element* keys, float* scores, float* panel) {
+void score_all(const Part& p, const typename E::element* const* keys, float* scores, float* panel) {
+    const int dim = p.halves * p.dim;
     for (int at = 0; at < p.stride; at += KEYS) {
-        fill_panel<E>(keys + int64_t(at) * p.dim, p.count - at, p.dim, panel);
+        for (int half = 0; half < p.halves; half++)
+            fill_panel<E>(keys[half] + int64_t(at) * p.dim, p.count - at, p.dim, panel + half * p.dim * KEYS);
         by_rows(p.folded, [&]<int ROWS>(int r) {
-            score<ROWS>(p.queries + r * p.dim, panel, p.dim, scores + int64_t(r) * p.stride + at, p.stride);
+            score<ROWS>(p.queries + r * dim, panel, dim, scores + int64_t(r) * p.stride + at, p.stride);
         });
     }
 }
@@ -268,17 +283,17 @@ void mix_all(const Part& p, int from, const typename E::element* values, const f
 template <class E>
 void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch) {
     using element = typename E::element;
-    const int dim = int(a.head_dim), folded = int(a.rows * a.group), room = padded<E>(dim);
-    const int64_t size = 2 + room, base = (s.slot * a.kv_heads + head) * folded;
+    const int dim = int(a.held_dim()), folded = int(a.rows * a.group);
+    const int64_t size = 2 + a.room<E>(), base = (s.slot * a.kv_heads + head) * folded;
     float* partials = a.partials + base * size;
-    const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * dim;
-    auto keys = static_cast<const element*>(s.keys), values = static_cast<const element*>(s.values);
+    const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * a.head_dim;
     const Range some = seen_by(a, s, 0, a.rows - 1);
     const int begin = some.from / KEYS * KEYS, stride = (some.to - begin + KEYS - 1) / KEYS * KEYS;
-    const Part part{queries, folded, dim, some.to - begin, stride};
-    keys += int64_t(begin) * dim, values += int64_t(begin) * dim;
-    float *panel = scratch, *scores = scratch + dim * KEYS;
-    score_all<E>(part, keys, scores, panel);
+    const Part part{queries, folded, dim, int(a.halves()), some.to - begin, stride};
+    const element* const held[] = {static_cast<const element*>(s.keys) + int64_t(begin) * dim,
+                                   static_cast<const element*>(s.values) + int64_t(begin) * dim};
+    float *panel = scratch, *scores = scratch + a.head_dim * KEYS;
+    score_all<E>(part, held, scores, panel);
     const float scale = a.in_powers_of_two();
     for (int r = 0; r < folded; r++) {
         Range own = seen_by(a, s, r / a.group, r / a.group);
@@ -295,7 +310,28 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
             mass[c] = total;
         }
     }
-    mix_all<E>(part, some.from - begin, values, scores, partials + 2, size);
+    for (int half = 0; half < part.halves; half++)
+        mix_all<E>(part, some.from - begin, held[a.joined ? half : 1], scores,
+                   partials + 2 + half * padded<E>(dim), size);
+}
+
+// All rows over one head of span `number` of a run of codes, whose rows are halves: decoded to the dtype, they are
+// attended to as any. scratch: their numbers, then what `attend_one` needs.
+template <class E>
+void attend_joined_codes(const Attention& a, const Run& run, int64_t number, int64_t head, float* scratch) {
+    using kv_codes::GROUP;
+    using element = typename E::element;
+    const kv_codes::Layout layout{int(a.held_dim())};
+    const int64_t first = number * run.span, rest = run.tokens - first, count = rest < run.span ? rest : run.span;
+    auto keys = reinterpret_cast<element*>(scratch), values = keys + run.span * layout.dim;
+    auto blocks = static_cast<const uint8_t*>(run.keys) + head * run.head_stride + first / GROUP * layout.size();
+    for (int64_t t = 0; t < count; t += GROUP)
+        kv_codes::decode_block<E>(blocks + t / GROUP * layout.size(), layout, keys + t * layout.dim,
+                                  values + t * layout.dim);
+    Attention all_seen = a;  // but no masses
+    all_seen.masses = nullptr, all_seen.position = count;
+    const Span span{keys, values, 0, count, run.slot + number, run.query, false};
+    attend_one<E>(all_seen, span, head, scratch + run.span * a.head_dim);
 }
 
 // All rows over one head of span `number` of a run of codes. scratch: scores [R, tokens of the span].
@@ -333,7 +369,7 @@ void attend_codes(const Attention& a, const Run& run, int64_t number, int64_t he
 // One row of one KV head: the sink logits of its query heads, then its spans, first to last.
 template <class E>
 void merge_one(const Attention& a, int64_t t, int64_t head) {
-    const int dim = int(a.head_dim), room = padded<E>(dim);
+    const int dim = int(a.head_dim), room = a.room<E>(), held = int(a.held_dim());
     const int64_t folded = a.rows * a.group, size = 2 + room, step = a.kv_heads * folded * size;
     const int64_t columns = a.slots * a.chunks;
     for (int64_t g = 0; g < a.group; g++) {
@@ -352,7 +388,9 @@ void merge_one(const Attention& a, int64_t t, int64_t head) {
             total = __builtin_fmaf(share, p[1], total);
             for (int d = 0; d < room; d += W) store(out + d, fma(all(share), load<f32>(p + 2 + d), load<f32>(out + d)));
         }
-        auto value = [&](int d) { return total == 0 ? 0 : out[place<E>(d)] / total; };
+        auto value = [&](int d) {
+            return total == 0 ? 0 : out[d / held * padded<E>(held) + place<E>(d % held)] / total;
+        };
         const int64_t first = t * a.out_stride + query_head * dim;
         if (a.sums) {
             a.sums[2 * at] = top, a.sums[2 * at + 1] = total;
@@ -385,8 +423,9 @@ void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, 
             at.before += runs[at.run].spans() * a.kv_heads;
         const int64_t span = (item - at.before) / a.kv_heads, head = (item - at.before) % a.kv_heads;
         float* own = scratch + thread * room;
-        if (runs[at.run].coded) attend_codes<E>(a, runs[at.run], span, head, own);
-        else attend_one<E>(a, span_of<E>(runs[at.run], span, head, a.head_dim), head, own);
+        if (runs[at.run].coded && a.joined) attend_joined_codes<E>(a, runs[at.run], span, head, own);
+        else if (runs[at.run].coded) attend_codes<E>(a, runs[at.run], span, head, own);
+        else attend_one<E>(a, span_of<E>(runs[at.run], span, head, a.held_dim()), head, own);
     });
 }
 

@@ -41,7 +41,7 @@ class Product(ctypes.Structure):
         ("up", Matrix),
         *_pointers("bias", "out", "widened", "widened_up"),
         *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "activation"),
-        *_integers("centred", "norm_fp32"),
+        *_integers("centred", "norm_fp32", "beside"),
         ("epsilon", c_double),
         ("factor", c_double),
     ]
@@ -93,7 +93,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *_pointers("queries", "partials", "masses"),
-        *_integers("rows", "group", "kv_heads", "head_dim", "position", "window"),
+        *_integers("rows", "group", "kv_heads", "head_dim", "joined", "position", "window"),
         *_integers("chunk", "chunks", "out_stride", "slots"),
         ("scale", c_double),
         ("cap", c_double),
@@ -107,7 +107,7 @@ class Rotation(ctypes.Structure):
     _fields_ = [
         *_pointers("q", "k", "v", "cos", "sin", "growth", "q_weight", "k_weight", "queries", "runs"),
         *_integers("count", "q_stride", "k_stride", "v_stride", "rows", "group", "kv_heads", "head_dim"),
-        *_integers("position", "last", "index"),
+        *_integers("joined", "position", "last", "index"),
     ]
 
 

@@ -227,6 +227,29 @@ void encode_block(const typename E::element* keys, const typename E::element* va
         }
 }
 
+// A block -> keys and values of its head and group, [GROUP, D] each: low + step * code in fp32, rounded once.
+template <class E>
+void decode_block(const uint8_t* block, Layout layout, typename E::element* keys, typename E::element* values) {
+    const int dim = layout.dim, half = dim / 2, channels = layout.channels();
+    auto number = [](const uint8_t* scale, int code) {
+        uint16_t units[2];
+        __builtin_memcpy(units, scale, sizeof units);
+        return E::round_one(Bf16::widen_one(units[1]) + Bf16::widen_one(units[0]) * float(code));
+    };
+    for (int t = 0; t < GROUP; t++) {
+        const int high = t < GROUP / 2 ? 0 : 4, within = t % (GROUP / 2);
+        for (int d = 0; d < half; d++) {
+            const int both = block[layout.key_codes() + d / 4 * GROUP * 4 + t * 4 + d % 4];
+            keys[t * dim + d] = number(block + d * 4, both & 15);
+            keys[t * dim + half + d] = number(block + (half + d) * 4, both >> 4);
+        }
+        const uint8_t* codes = block + layout.value_codes() + within / 4 * channels * 4 + within % 4;
+        for (int d = 0; d < dim; d++)
+            values[t * dim + d] = number(block + layout.value_scales() + (d / CHANNELS * GROUP + t) * 4,
+                                         codes[d * 4] >> high & 15);
+    }
+}
+
 }  // namespace kv_codes
 
 // Keys and values to take to 4 bits: of head h of layer l at keys + l * layer_stride + h * head_stride, [tokens, D],

@@ -19,6 +19,8 @@ enum class Activation : int64_t { silu, gelu_tanh, relu_squared, clamped_silu };
 // write: out [rows, outputs]. add: factor * product is added to out. gate: out = activation(product) * (the product with
 // `up`, whose bias comes after the other's). activate: out = activation(product).
 // Where the weight is null, there is no product: out [rows, inputs] += factor * norm(x).
+// beside: the step reads nothing that the steps before it write, from the last one on that is beside none, and has
+// scratch of its own: they run together.
 struct Product {
     const void* x;
     const void* norm;
@@ -33,6 +35,7 @@ struct Product {
     Ending ending;
     Activation activation;
     int64_t centred, norm_fp32;
+    int64_t beside;
     double epsilon, factor;
 };
 
@@ -40,6 +43,7 @@ namespace products {
 
 constexpr int OUTPUTS = codes::TILE;
 constexpr int MOST_ROWS = stored::MOST_ROWS;  // that are worked on together
+constexpr int MOST_STEPS = 320;                // of a call
 // Blocks of outputs that are fetched ahead, to the second cache. A block is read column by column, its outputs at once,
 // and no prefetcher of a processor's own follows that: without this each core waits for its memory.
 constexpr int AHEAD = 2;
@@ -342,18 +346,33 @@ void add_row(const Product& p, int64_t row) {
     }
 }
 
-// `count` steps one after the other, at most 16, of `rows` rows.
+// `count` steps, at most MOST_STEPS, of `rows` rows, one after the other but for those beside each other.
 template <class E>
 void run(const Product* steps, int64_t count, int64_t rows, int64_t how_many) {
-    constexpr int most = 16;
-    int64_t counts[2 * most];  // rows to widen, then tiles to work out
+    int64_t counts[2 * MOST_STEPS];  // of each group of steps rows to widen, then items: tiles to work out
+    int64_t before[MOST_STEPS];      // of each step, items of its group before its own
+    int first_of[MOST_STEPS + 1];    // of each group, its first step
+    int groups = 0;
     auto drawn = [](const Product& p) { return p.bits ? 4 : 1; };  // tiles at a time: about as many bytes of either weight
-    for (int64_t i = 0; i < count; i++) {
+    for (int i = 0; i < int(count); i++) {
         const int64_t step = drawn(steps[i]) * OUTPUTS, outputs = steps[i].weight.rows ? steps[i].outputs : 0;
-        counts[2 * i] = rows, counts[2 * i + 1] = (outputs + step - 1) / step;
+        if (!i || !steps[i].beside) counts[2 * groups] = counts[2 * groups + 1] = 0, first_of[groups++] = i;
+        int64_t* own = counts + 2 * (groups - 1);
+        before[i] = own[1], own[0] += rows, own[1] += (outputs + step - 1) / step;
     }
-    threads::in_phases<tiles::Use>(how_many, counts, int(2 * count), [&](int phase, int64_t item, tiles::Use&, int) {
-        const Product& p = steps[phase / 2];
+    first_of[groups] = int(count);
+    threads::in_phases<tiles::Use>(how_many, counts, 2 * groups, [&](int phase, int64_t item, tiles::Use&, int) {
+        int at = first_of[phase / 2];
+        if (phase % 2) {  // the last step that begins at the item or before
+            for (int end = first_of[phase / 2 + 1]; end - at > 1;) {
+                const int middle = (at + end) / 2;
+                (before[middle] <= item ? at : end) = middle;
+            }
+            item -= before[at];
+        } else {
+            at += int(item / rows), item %= rows;
+        }
+        const Product& p = steps[at];
         if (phase % 2) {
             const int64_t first = item * drawn(p);
             for (int64_t tile = first; tile < first + drawn(p) && tile * OUTPUTS < p.outputs; tile++)

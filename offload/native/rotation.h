@@ -8,6 +8,8 @@
 // positions, [n, D]. growth: what queries at these are multiplied by once they are rotated, [n], or null. q_weight,
 // k_weight: what rotated heads are multiplied by, [D], or null. position: of row 0 in the tables; no row is rotated by a
 // later one than `last`. index: of row 0 among the runs' tokens. A row is written where a run has room for its index.
+// joined: k has a token's whole row, whose halves are written where keys and values of other attentions are; v is not
+// read.
 struct Rotation {
     const void* q;
     const void* k;
@@ -22,6 +24,7 @@ struct Rotation {
     int64_t count;  // of the runs
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, group, kv_heads, head_dim;
+    int64_t joined;
     int64_t position, last, index;
 };
 
@@ -44,18 +47,21 @@ inline float weight_of(const void* weight, int d) {
 template <class E>
 void write_row(const Rotation& r, int64_t t, const typename E::element* cos, const typename E::element* sin) {
     using element = typename E::element;
-    const int dim = int(r.head_dim);
+    const int dim = int(r.head_dim), held = dim / int(1 + r.joined);
     for (int64_t i = 0; i < r.count; i++) {
         const Run& run = r.runs[i];
         const int64_t at = r.index + t - run.first;
         if (at < 0 || at >= run.room) continue;
-        const int64_t offset = attention::place_in(run, at, dim);
+        const int64_t offset = attention::place_in(run, at, held);
         for (int64_t h = 0; h < r.kv_heads; h++) {
             auto key = static_cast<element*>(const_cast<void*>(run.keys)) + offset + h * run.head_stride;
             auto value = static_cast<element*>(const_cast<void*>(run.values)) + offset + h * run.head_stride;
             auto k = static_cast<const element*>(r.k) + t * r.k_stride + h * dim;
-            for (int d = 0; d < dim; d++) key[d] = E::round_one(turned<E>(k, cos, sin, d, dim) * weight_of<E>(r.k_weight, d));
-            __builtin_memcpy(value, static_cast<const element*>(r.v) + t * r.v_stride + h * dim, dim * sizeof(element));
+            auto number = [&](int d) { return E::round_one(turned<E>(k, cos, sin, d, dim) * weight_of<E>(r.k_weight, d)); };
+            for (int d = 0; d < held; d++) key[d] = number(d);
+            if (r.joined)
+                for (int d = 0; d < held; d++) value[d] = number(held + d);
+            else __builtin_memcpy(value, static_cast<const element*>(r.v) + t * r.v_stride + h * dim, dim * sizeof(element));
         }
     }
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload.config.model import ModelConfig
 from offload.formats.layout import Packing
-from offload.kernels.choice import fitting
+from offload.kernels.choice import of_attention
 from offload.plan.planner import Plan
 from offload.plan.sizing import MAX_ROWS
 from offload.transfer.memory import Memory, Tier, sent
@@ -66,7 +66,7 @@ def tile_tokens(plan: Plan, config: ModelConfig) -> int:
     kernels, which attend to parts of one, a layer has a single tile."""
     device, tokens = torch.device(plan.request.device), plan.placement.tile_tokens
     offloaded = "kv" in plan.placement.offload
-    if device.type == "cpu" or offloaded or not fitting(device, config.head_dim, ()).usable:
+    if device.type == "cpu" or offloaded or not of_attention(device, config.block.attention, ()).usable:
         return tokens
     return -(-(plan.request.capacity + MAX_ROWS) // tokens) * tokens
 

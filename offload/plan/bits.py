@@ -39,7 +39,8 @@ def check_quantised(sizing: Sizing) -> None:
 
 def cache_problem(sizing: Sizing) -> str:
     """The reason why the target cannot propose to itself over its cache, or a part of it, in 4 bits; "" if it can."""
-    hardware, head_dim, options = sizing.hardware, sizing.target.head_dim, sizing.options
+    hardware, target, options = sizing.hardware, sizing.target, sizing.options
+    head_dim = target.kv_dim if hardware.is_cpu else target.head_dim
     if not sizing.num_growing:
         return ALL_WINDOWS
     if not takes_kv_codes(head_dim, hardware.is_cpu):
@@ -60,7 +61,8 @@ def weights_problem(sizing: Sizing) -> str:
         return f"the model's own weights are quantised ({', '.join(stored)}), and no second copy of them is made"
     if sizing.target.experts is not None:
         return "the model's layers have experts, of which a token reads a few as they are, and no second copy is made"
-    if not takes_codes(products := sizing.shard.all_products):
+    shard = sizing.shard
+    if not takes_codes(products := (*shard.all_products, *shard.head_products)):
         shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs, _ in products)
         return (
             f"weights of {shapes} (outputs x inputs) are not whole groups of {CODE_GROUP} inputs and {CODE_TILE} "
@@ -117,8 +119,8 @@ def _fewer(sizing: Sizing, problem: str) -> bool:
 def _packing_cache_problem(sizing: Sizing, chunk: int) -> str:
     """The reason why cached numbers cannot cross the link in 12 bits where weights can, or "". chunk: tokens that are
     read together."""
-    hardware, head_dim = sizing.hardware, sizing.target.head_dim
-    groups = 4 if hardware.is_cpu else 16
+    hardware, target = sizing.hardware, sizing.target
+    head_dim, groups = (target.kv_dim, 4) if hardware.is_cpu else (target.head_dim, 16)
     if head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu:
         return f"heads have {head_dim} numbers, and a GPU's kernels know up to {WIDEST_GPU_HEAD}"
     if head_dim % groups:

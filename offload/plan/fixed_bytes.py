@@ -79,7 +79,7 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
         _network_bytes(sizing, kind) for kind, _ in target.kinds
     )
     score = 2 * item + 4  # raw, in fp32 and as weights
-    width = max(kind.block.mixer.out_size for kind, _ in target.kinds)
+    width = max(_attended_size(kind) for kind, _ in target.kinds)
     attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
     if sizing.hardware.is_cpu and not sizing.caps_scores:  # a tile's pages, joined and then ordered for matrix units
         scores = 2 * sizing.tile_bytes(capacity) + attended
@@ -98,6 +98,11 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
     logits = 0 if gamma is None else _padded(sizing, gamma + 1) * target.vocab_size * (item * sizing.num_sequences + 36)
     whole, of_head = sizing.decoded_bytes
     return max(block + max(scores, whole), tile, logits + (0 if gamma is None else of_head))
+
+
+def _attended_size(layer: ModelConfig) -> int:
+    """Numbers of a row of the attention's output in `layer.block`, or of its mixer's."""
+    return layer.block.attention.q_size if layer.block.attends else layer.block.mixer.out_size
 
 
 def _network_bytes(sizing: Sizing, layer: ModelConfig) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.config.block import Attention
 from offload.config.model import ModelConfig
-from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HEAD
+from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HALF, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition
 from offload.plan.placement import Placement
 from offload.plan.sizing import Sizing
@@ -40,13 +41,21 @@ def graph_levels(
     by_kernels = hardware.has_kernels and dtype != "fp32"
     if hardware.is_cpu or (target.experts is not None and not by_kernels):
         return ()
-    fits = hardware.has_kernels and all(dim % 16 == 0 and dim <= WIDEST_GPU_HEAD for dim in target.head_dims)
+    attentions = {block.attention for block in target.blocks if block.attends}
+    fits = hardware.has_kernels and all(_is_known(each, by_kernels=by_kernels) for each in attentions)
     resident = placement.resident_layers == target.num_layers and hardware.num_devices == 1
     whole = resident and "kv" not in placement.offload and fits
     own = composition.weight_bits < 16 and hardware.num_devices == 1
     copies = (resident or own) and (fits or not target.windowed)
     runs = {"draft": True, composition.inner: copies if composition.keeps_copies else whole, "target": whole}
     return tuple(name for name in composition.levels if runs[name])
+
+
+def _is_known(attention: Attention, *, by_kernels: bool) -> bool:
+    """Whether a GPU's kernels know the heads. by_kernels: rows have 16 bits."""
+    if attention.latent is not None:
+        return by_kernels and attention.head_dim % 32 == 0 and attention.kv_dim <= WIDEST_GPU_HALF
+    return attention.head_dim % 16 == 0 and attention.head_dim <= WIDEST_GPU_HEAD
 
 
 CPU_TURN = 1e-4  # seconds in which a layer's rows go to the host and come back, beside the CPU's work: estimated

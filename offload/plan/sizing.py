@@ -235,7 +235,7 @@ class Sizing:
     @property
     def _packed_page_bytes(self) -> int:
         """Bytes of a packed page of one layer, on each device."""
-        return 2 * Packing.of_page(self.shard.num_kv_heads, PAGE_TOKENS, self.shard.head_dim).nbytes
+        return 2 * Packing.of_page(self.shard.num_kv_heads, PAGE_TOKENS, self.shard.kv_dim).nbytes
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
@@ -392,14 +392,14 @@ class Sizing:
         if composition.budget:
             layers, exact = self.num_readers, self.read_kv_bytes
         heads = layers * self.shard.num_kv_heads
-        coded = (composition.budget or capacity) // KV_CODE_GROUP * heads * kv_code_bytes(self.target.head_dim)
+        coded = (composition.budget or capacity) // KV_CODE_GROUP * heads * kv_code_bytes(self.target.kv_dim)
         return coded + (KV_CODE_GROUP + low_bit_tail(composition.drafted)) * exact
 
     @property
     def kv_code_share(self) -> float:
         """Bytes of a token's codes in 4 bits, as a share of its exact keys and values."""
-        head_dim = self.target.head_dim
-        return kv_code_bytes(head_dim) / (KV_CODE_GROUP * 2 * head_dim * self.itemsize)
+        dim = self.target.kv_dim
+        return kv_code_bytes(dim) / (KV_CODE_GROUP * 2 * dim * self.itemsize)
 
     def hidden_bytes(self, num_rows: int) -> int:
         """Bytes of `num_rows` hidden rows, whole on each device, or on the host for each device."""

@@ -57,11 +57,11 @@ def identify(folder: Path, config: ModelConfig, *, dtype: str, capacity: int, pa
         dtype=dtype,
         num_layers=len(config.growing),
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.kv_dim,
         page_tokens=page_tokens,
         num_window_layers=len(config.windowed),
         window_kv_heads=apart.attention.num_kv_heads if apart else 0,
-        window_head_dim=apart.attention.head_dim if apart else 0,
+        window_head_dim=apart.attention.kv_dim if apart else 0,
         **_of_states(config),
         model_name=name[:_MAX_NAME],
     )

@@ -35,8 +35,9 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
-    layer with a state. router: of a layer with experts. to_latent, from_latent: where these read latents. input_gate,
-    input_out: of a layer with an input."""
+    layer with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, see
+    `matrices.latent_shapes`. to_latent, from_latent: where experts read latents. input_gate, input_out: of a layer with
+    an input."""
 
     qkv: Linear
     o: Linear
@@ -56,6 +57,9 @@ class LayerWeights:
     factor: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
     router: Router | None = None
+    q_b: Linear | None = None
+    k_b: Linear | None = None
+    v_b: Linear | None = None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
     input_gate: Linear | None = None

@@ -12,6 +12,7 @@ from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels import choice, cpu
 from offload.kernels.device import DeviceKernels
+from offload.kernels.products import divided
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,16 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         out[:, rows] = product(x, part, None if bias is None else bias[rows])
         first = rows.stop
     return out
+
+
+def by_heads(x: Tensor, weight: Weight) -> Tensor:
+    """The products of x [T, H, inputs] with the matrices of heads, one below the other in `weight` -> [T, H, outputs].
+    On a CPU, and where they are not plain, they are computed one by one."""
+    assert not isinstance(weight, Parts)
+    heads = divided(weight, x.shape[1])
+    if isinstance(weight, Tensor) and x.device.type != "cpu":
+        return torch.bmm(x.transpose(0, 1), weight.unflatten(0, (len(heads), -1)).transpose(1, 2)).transpose(0, 1)
+    return torch.stack([product(rows, head, None) for rows, head in zip(x.unbind(1), heads, strict=True)], 1)
 
 
 def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:

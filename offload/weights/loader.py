@@ -51,12 +51,13 @@ def load_layer(
             target = target.T
         while parts and row < len(target):
             source = parts.pop(0)
-            rows = target[row : row + len(source.rows)]
+            rows = target[row : row + source.height]
+            into = rows.T if source.transposed else rows
             read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
-            read(whole.layer_name(index) + source.name, rows, rows=source.rows, columns=source.columns)
+            read(whole.layer_name(index) + source.name, into, rows=source.rows, columns=source.columns)
             if order is not None and source.rotates:
                 _order_heads(rows.flatten() if name in layout.norms else rows, order)
-            row += len(source.rows)
+            row += source.height
         norm = layout.norms.get(name)
         if norm is not None and norm.weightless:
             target.fill_(1)

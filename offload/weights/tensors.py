@@ -8,10 +8,10 @@ from itertools import chain
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention, DeltaRule, HeadStates, ShortConvolution
-from offload.config.matrices import LATENTS, OF_INPUT, expert_matrices, expert_vectors
+from offload.config.block import BLOCK_NORMS, Attention, DeltaRule, HeadStates, Latent, ShortConvolution
+from offload.config.matrices import AROUND_EXPERTS, BY_HEAD, OF_INPUT, expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
-from offload.config.names import ExpertNames
+from offload.config.names import LATENT_ROWS, LOW_QUERIES, ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.config.vectors import layer_norms
@@ -23,12 +23,18 @@ from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 class Source:
     """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. rows: a
     step above 1 leaves out rows between them. columns: without a step; None for a vector. rotates: these are whole
-    heads whose elements `head_order` orders."""
+    heads, or parts of heads, whose elements `head_order` orders. transposed: columns are rows of the view."""
 
     name: str
     rows: range
     columns: range | None = None
     rotates: bool = False
+    transposed: bool = False
+
+    @property
+    def height(self) -> int:
+        """Rows of the view."""
+        return len(self.columns if self.transposed and self.columns is not None else self.rows)
 
 
 def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
@@ -48,12 +54,14 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
-    if operator in LATENTS:
+    if operator in AROUND_EXPERTS:
         return [_of_latents(whole, operator)]
     if operator in OF_INPUT:  # whole on every rank
         outputs, inputs = (range(size) for size in (whole.block.input_size, whole.hidden_size))
         outputs, inputs = (outputs, inputs) if operator == "input_gate" else (inputs, outputs)
         return [Source(f"{getattr(names, operator)}.weight", outputs, inputs)]
+    if operator in ("q_b", *BY_HEAD):
+        return _of_latent(whole, shard, operator)
     if operator in ROUTER:
         return _of_router(whole, operator)
     if operator == SINK_LOGITS:
@@ -70,8 +78,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     if operator == "before_router":
         return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
-    if operator in BLOCK_NORMS:
-        return [Source(name, hidden)]
+    if operator in BLOCK_NORMS or whole.block.attention.latent is not None:
+        return [Source(name, range(norms[operator][0]))]
     if whole.block.attention.weighs_heads:
         heads = shard.heads(whole) if operator == "q_norm" else shard.kv_heads(whole)
         return [Source(name, heads, range(whole.head_dim), rotates=True)]
@@ -143,6 +151,11 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
         yield from _of_parts(whole, whole.names.recurrence.parts, recurrence_rows(whole, shard))
         return
+    if (latent := whole.block.attention.latent) is not None:
+        yield from _queries(latent, shard.heads(whole), "" if latent.query_rank else "self_attn.q_proj")
+        row = range(latent.rank + latent.rotated)
+        yield from (Source(LATENT_ROWS, row[: latent.rank]), Source(LATENT_ROWS, row[latent.rank :], rotates=True))
+        return
     attention, names = whole.block.attention, whole.names
     fused, gate = names.fused_qkv, names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
@@ -165,6 +178,35 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         yield Source(gate, heads if attention.gates_heads else _times(heads, dim))
 
 
+def _queries(latent: Latent, heads: range, name: str) -> Iterator[Source]:
+    """The rows of all heads' queries in tensor `name`, or of the low-rank rows that they are products with."""
+    if not name:
+        yield Source(LOW_QUERIES, range(latent.query_rank))
+        return
+    for head in heads:
+        rows = _times(range(head, head + 1), latent.query_dim)
+        yield from (Source(name, rows[: latent.plain]), Source(name, rows[latent.plain :], rotates=True))
+
+
+def _of_latent(whole: ModelConfig, shard: Shard, operator: str) -> list[Source]:
+    """The sources of a further operator of latent attention, see `TensorNames`."""
+    latent, heads, names = whole.block.attention.latent, shard.heads(whole), whole.names
+    assert latent is not None
+    if operator == "q_b":
+        queries = _queries(latent, heads, names.q_b)
+        return [replace(each, name=f"{each.name}.weight", columns=range(latent.query_rank)) for each in queries]
+    is_keys, inputs = operator == "k_b", range(latent.rank)
+    if names.splits_latent:
+        size, columns = (latent.rank, range(latent.plain)) if is_keys else (latent.value_dim, inputs)
+        return [Source(f"{getattr(names, operator)}.weight", _times(heads, size), columns)]
+    found, both = list[Source](), latent.plain + latent.value_dim
+    for head in heads:
+        rows = _times(range(head, head + 1), both)
+        own = rows[: latent.plain] if is_keys else rows[latent.plain :]
+        found.append(Source(f"{names.k_b}.weight", own, inputs, transposed=is_keys))
+    return found
+
+
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     (gate, up, _), inner = whole.names.network(whole.block), shard.inner(whole)
     if whole.block.feed_forward.gated:
@@ -176,7 +218,9 @@ def _by_inputs(whole: ModelConfig, shard: Shard, operator: str) -> tuple[str, ra
     if operator == "down":
         return whole.names.network(whole.block)[2], shard.inner(whole)
     if whole.block.attends:
-        return whole.names.attention + whole.names.out, _times(shard.heads(whole), whole.head_dim)
+        attention = whole.block.attention
+        size = attention.out_size // attention.num_heads
+        return whole.names.attention + whole.names.out, _times(shard.heads(whole), size)
     return whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
 
 
@@ -268,11 +312,12 @@ def _of_experts(config: ModelConfig) -> Iterator[Source]:
 
 def head_order(attention: Attention) -> torch.Tensor | None:
     """The order of a query or key head's elements in this program, int64 [D]: i and i + D/2 are rotated together, and
-    elements without positions come last in both halves. None: as in the checkpoint.
+    elements without positions come last in both halves. None: as in the checkpoint. Of latent attention: of the numbers
+    with positions by themselves.
 
     The order does not change the terms of a product of a query with a key.
     """
-    rope, dim = attention.rope or Rope(), attention.head_dim
+    rope, dim = attention.rope or Rope(), attention.latent.rotated if attention.latent else attention.head_dim
     rotated = rope.rotated or dim
     if (rotated == dim or rope.kind == PROPORTIONAL) and not rope.neighbours:
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from offload.config.block import Attention
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice
@@ -220,23 +221,22 @@ def _attention_kernels(plan: Plan, config: ModelConfig, *, windows: bool = False
     device = torch.device(plan.request.device)
     if device.type == "cpu":
         return choice.of_model(device, config)
-    _, head_dim = _kv_shape(config, windows=windows)
-    return choice.fitting(device, head_dim, config.all_products)
+    return choice.of_attention(device, _attention(config, windows=windows), config.all_products)
 
 
 def _prefill_attention(plan: Plan, config: ModelConfig, *, windows: bool = False) -> PrefillAttention:
     """The prefill attention of growing layers or of layers with a window."""
     device, placement = torch.device(plan.request.device), plan.placement
-    num_kv_heads, head_dim = _kv_shape(config, windows=windows)
+    attention = _attention(config, windows=windows)
     found = None
     if device.type != "cpu" and DTYPES[plan.request.dtype].itemsize == 2:
-        found = choice.prefill_attention(device, head_dim, page=placement.page_tokens, windows=windows)
-    return found or OperatorTiles(num_kv_heads, placement.fused_prefill)
+        found = choice.prefill_attention(device, attention.head_dim, page=placement.page_tokens, windows=windows)
+    return found or OperatorTiles(attention.num_kv_heads, placement.fused_prefill)
 
 
-def _kv_shape(config: ModelConfig, *, windows: bool) -> tuple[int, int]:
-    """(number of KV heads, head dimension) of growing layers or of layers with a window."""
-    return config.kv_shapes[config.windowed[0]] if windows else (config.num_kv_heads, config.head_dim)
+def _attention(config: ModelConfig, *, windows: bool) -> Attention:
+    """The attention of growing layers or of layers with a window."""
+    return config.blocks[config.windowed[0]].attention if windows else config.block.attention
 
 
 def scorings_of(plan: Plan, config: ModelConfig, scoring: OfLayers = ()) -> tuple[Scoring, ...]:

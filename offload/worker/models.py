@@ -121,7 +121,7 @@ def num_scored(config: ModelConfig, num_tokens: int) -> int:
 def tile_shape(plan: Plan, config: ModelConfig) -> TileShape:
     """The shape of the full cache's tiles. config: of the target, or of a shard of it."""
     page, dtype = plan.placement.page_tokens, DTYPES[plan.request.dtype]
-    return TileShape(config.num_kv_heads, config.head_dim, page, tile_tokens(plan, config) // page, dtype)
+    return TileShape(config.num_kv_heads, config.kv_dim, page, tile_tokens(plan, config) // page, dtype)
 
 
 def window_shape(plan: Plan, config: ModelConfig) -> TileShape:

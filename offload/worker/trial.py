@@ -115,7 +115,7 @@ class Trial:
     @cached_property
     def _cache(self) -> FullCache:
         config, room = self.config, self.num_tokens + PREFILL_ROWS + ROWS[-1]
-        shape = TileShape(config.num_kv_heads, config.head_dim, PAGE_TOKENS, -(-room // PAGE_TOKENS), self.dtype)
+        shape = TileShape(config.num_kv_heads, config.kv_dim, PAGE_TOKENS, -(-room // PAGE_TOKENS), self.dtype)
         cache = FullCache(
             Memory(torch.device("cpu")),
             shape,

@@ -58,7 +58,7 @@ SHAPES: dict[str, object] = {
 }  # fmt: skip
 LONG_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}
 OTHERS = (
-    *("nemotron_h, dense", "nemotron_h, latents", "granitemoehybrid, dense"),
+    *("nemotron_h, dense", "nemotron_h, latents", "granitemoehybrid, dense", "deepseek_v3, dense"),
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
     *("gemma4", "gemma4, one layout", "gemma4, shared caches", "gemma4, inputs of layers", "gemma4, sparse"),
     "gemma4_unified",
@@ -77,6 +77,11 @@ def _larger(tiny: Tiny) -> dict[str, object]:
         grown |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
     if "mamba_n_heads" in tiny.fields:
         grown |= {"mamba_n_heads": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+    if "kv_lora_rank" in tiny.fields:
+        grown |= {
+            "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+            "q_lora_rank": tiny.fields["q_lora_rank"] and 64,
+        }  # fmt: skip
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     if tiny.fields.get("hidden_size_per_layer_input"):
@@ -108,7 +113,7 @@ def _family(name: str, root: Path) -> Pair:
 
 def _headed(name: str, root: Path) -> Pair:
     """The model's next-token head is its draft."""
-    target = heads.with_head(save_tiny(name, root / "target", tokenizer=True, **heads.SHAPES))
+    target = heads.with_head(save_tiny(name, root / "target", tokenizer=True, **heads.shapes_of(name)))
     return target, target
 
 
@@ -177,6 +182,10 @@ FILES: dict[str, dict[str, object]] = {
         "mamba_n_groups": 2, "shared_intermediate_size": 512,
     },
     "minimax_m2": WIDE,
+    "glm4_moe_lite": {
+        **{key: value for key, value in WIDE.items() if key != "head_dim"}, **EXPERTS, "kv_lora_rank": 64,
+        "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    },
     "ernie4_5_moe": {**WIDE, **EXPERTS},
     "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
     "lfm2": {**WIDE, "hidden_size": 512, "block_multiple_of": 512},
@@ -205,6 +214,7 @@ KINDS_OF = {
     **dict.fromkeys(("minimax_m2", "lfm2_moe"), ("Q8_0",)),
     "nemotron_h": ("Q8_0", "Q4_K experts"),
     "granitemoehybrid": ("Q4_K experts",),
+    "glm4_moe_lite": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
     "lfm2": ("F32", "Q8_0", "Q4_K and others"),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),

@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Mistral4ForCausalLM,
     MuseGlimmerConfig,
     MuseGlimmerForConditionalGeneration,
     PreTrainedConfig,
@@ -123,6 +124,16 @@ GRANITE_MAMBA: dict[str, object] = {
 EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GLM_EXPERTS: dict[str, object] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 SECTIONS = {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1, 1]}
+LATENT: dict[str, object] = {
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "head_dim": ..., "num_hidden_layers": 3,
+}  # fmt: skip
+MISTRAL4: dict[str, object] = {
+    **LATENT, **GLM_EXPERTS, "max_position_embeddings": 64, "n_group": 2, "topk_group": 1, "n_routed_experts": 12,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 8 / 24},
+}  # fmt: skip
+TEMPERED = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 ERNIE_EXPERTS: dict[str, object] = {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "moe_num_shared_experts": 2,
 }  # fmt: skip
@@ -396,6 +407,32 @@ TINY: dict[str, Tiny] = {
         "glm4_moe", **GLM_EXPERTS | {"n_routed_experts": 12}, num_hidden_layers=3, n_group=4, topk_group=2,
         rope_parameters=PARTIAL,
     ),
+    "glm4_moe_lite": _with(
+        "glm4_moe_lite", **LATENT | {"v_head_dim": 24}, **GLM_EXPERTS, first_k_dense_replace=1,
+    ),
+    "glm4_moe_lite, biased": _with(
+        "glm4_moe_lite", **LATENT | {"qk_nope_head_dim": 8}, **GLM_EXPERTS, attention_bias=True, n_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True, rope_interleave=False,
+    ),
+    "deepseek_v2": _with(
+        "deepseek_v2", **LATENT | {"q_lora_rank": None}, **GLM_EXPERTS, n_group=1, topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v2, groups": _with(
+        "deepseek_v2", **LATENT, **GLM_EXPERTS | {"n_routed_experts": 12}, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=3.0, attention_bias=True, n_shared_experts=1,
+        rope_parameters={**TEMPERED, "mscale": 0.7}, tie_word_embeddings=True,
+    ),
+    "deepseek_v3": _with(
+        "deepseek_v3", **LATENT, **GLM_EXPERTS | {"n_routed_experts": 12}, n_group=4, topk_group=2,
+        first_k_dense_replace=1, rope_parameters=TEMPERED,
+    ),
+    "deepseek_v3, dense": _with(
+        "deepseek_v3", **LATENT, **GLM_EXPERTS, n_group=1, topk_group=1, first_k_dense_replace=3,
+        tie_word_embeddings=True,
+    ),
+    "mistral4": _with("mistral4", **MISTRAL4),
+    "mistral4, wrapped": Tiny("mistral4", MISTRAL4 | {"n_group": 1, "norm_topk_prob": False}, "mistral3"),
     "olmo_hybrid": _with("olmo_hybrid", num_hidden_layers=4, linear_key_head_dim=8, rope_parameters=None),
     "olmo_hybrid, positions": _with(
         "olmo_hybrid", num_hidden_layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
@@ -535,6 +572,8 @@ def random_tiny(name: str, *, seed: int = 0, **fields: object) -> PreTrainedMode
     if tiny.wrapped == "muse_glimmer":  # its text model has no class of its own
         whole = MuseGlimmerConfig(text_config=config.to_dict(), vision_config=VISION, **ADAPTER)
         model: PreTrainedModel = MuseGlimmerForConditionalGeneration(whole).float().eval()
+    elif tiny.family == "mistral4":  # which AutoModelForCausalLM does not know
+        model = Mistral4ForCausalLM(config).float().eval()
     else:
         model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
     return weighted(model, tiny, seed)

@@ -39,12 +39,14 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe", "hunyuan_v1_moe": "hunyuan-moe",
     "exaone_moe": "exaone-moe", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "solar_open": "glm4moe",
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe", "granitemoehybrid": "granitehybrid",
+    "glm4_moe_lite": "deepseek2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "mistral4": "mistral4",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
 MAMBA = ("nemotron_h", "granitemoehybrid")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
+LATENT = ("deepseek2", "mistral4")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
     "fc": "eh_proj", "norm": "shared_head_norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
@@ -79,16 +81,18 @@ def write_gguf(
     arch: str = "",
     fused: bool | None = None,
     joins_states: bool = False,
+    joins_latent: bool = False,
 ) -> dict[str, np.ndarray]:
     """The model in `folder` as `path`. kind: of its matrices, of those of one name if it is a function; vectors are
     F32. tokenizer: "gpt2", "llama" or "" for none. split: tensors of a file. numbers: of tensors as the file has them.
     arch: another architecture's name. fused: whether experts' gates and ups are in one tensor; None: Gemma 4's are.
-    joins_states: whether Qwen3-Next's queries, keys, values and gates are in one tensor, as in old files. Returns the
-    numbers of the tensors, in fp32, by Hugging Face's names."""
+    joins_states: whether Qwen3-Next's queries, keys, values and gates are in one tensor, as in old files. joins_latent:
+    whether heads' keys and values of latent attention are, likewise. Returns the numbers of the tensors, in fp32, by
+    Hugging Face's names."""
     config = text_config(json.loads((folder / "config.json").read_text()))
     named, arch = arch or architecture_of(config), architecture_of(config)
     writer = gguf.GGUFWriter(path, named, split_max_tensors=split)
-    _metadata(writer, config, arch)
+    _metadata(writer, config, arch, joins_latent=joins_latent)
     if tokenizer:
         _tokenizer(writer, tokenizer, config["vocab_size"])
     if change:
@@ -106,8 +110,10 @@ def write_gguf(
         stacks = of_granite(stacks, config)
     if arch == "qwen3next" and not joins_states:
         stacks = ungrouped(stacks, config)
-    if fused or (fused is None and arch == "gemma4"):
+    if fused or (fused is None and arch in ("gemma4", "mistral4")):
         stacks = joined(stacks)
+    if arch in LATENT and not joins_latent:
+        stacks = by_head(stacks, config)
     for name, tensor in sorted(stacks.items()):
         if without in name or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
             continue
@@ -222,6 +228,18 @@ def ungrouped(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, T
             continue
         *first, gates = (part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split(sizes, 1))
         found |= {name.replace("qkvz", "qkv"): torch.cat(first), name.replace("qkvz", "z"): gates}
+    return found
+
+
+def by_head(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """With keys, transposed, and values of latent attention in two tensors, [heads, outputs, inputs]."""
+    plain, found = config["qk_nope_head_dim"], dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = tensor
+            continue
+        keys, values = tensor.unflatten(0, (config["num_attention_heads"], -1)).split([plain, config["v_head_dim"]], 1)
+        found |= {name.replace("kv_b", "k_b"): keys.transpose(1, 2), name.replace("kv_b", "v_b"): values}
     return found
 
 
@@ -384,7 +402,7 @@ def random_blocks(shape: tuple[int, int], kind: str) -> np.ndarray:
     return blocks.reshape(shape[0], -1)
 
 
-def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
+def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joins_latent: bool) -> None:
     """As TextModel.set_gguf_parameters and each architecture's have it."""
     rope = _rope(config)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -398,12 +416,14 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
     if arch in CONVOLVED:
         _convolutions(writer, config)
     elif arch != "gemma4" and config["model_type"] not in MAMBA:
-        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_head_count_kv(1 if arch in LATENT and not joins_latent else config["num_key_value_heads"])
     if config["model_type"] in LAYER_NORM:
         writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
     else:
         writer.add_layer_norm_rms_eps(config["norm_eps" if arch in CONVOLVED else "rms_norm_eps"])
-    if config.get("head_dim") and arch not in ("granite", "gemma4"):
+    if arch in LATENT:
+        _latent(writer, config, joins_latent=joins_latent)
+    elif config.get("head_dim") and arch not in ("granite", "gemma4"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope.get("rope_theta") is not None:
@@ -423,7 +443,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
             writer.add_expert_feed_forward_length(_first(config, "moe_intermediate_size", "intermediate_size"))
     if arch in ("qwen35moe", "qwen3next", "qwen2moe"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if arch in ("glm4moe", "exaone-moe", "nemotron_h_moe"):
+    if arch in ("glm4moe", "exaone-moe", "nemotron_h_moe", *LATENT):
         _sigmoid_experts(writer, config)
     if arch == "minimax-m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -527,10 +547,13 @@ def _ernie_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def _sigmoid_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_shared_count(_first(config, "n_shared_experts", "num_shared_experts"))
+    is_softmax = config["model_type"] in ("deepseek_v2", "mistral4")
+    kinds = gguf.ExpertGatingFuncType
     writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 0))
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
     writer.add_expert_group_count(config["n_group"])
     writer.add_expert_group_used_count(config["topk_group"])
     writer.add_nextn_predict_layers(num_drafts(config))
@@ -543,6 +566,22 @@ def _inner_sizes(config: dict[str, Any]) -> int | list[int]:
         return size
     shared = config["num_kv_shared_layers"]
     return [size] * (layers - shared) + [2 * size] * shared
+
+
+def _latent(writer: gguf.GGUFWriter, config: dict[str, Any], *, joins_latent: bool) -> None:
+    rank, rotated, values = (config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotated)
+    if joins_latent:
+        writer.add_key_length(config["qk_nope_head_dim"] + rotated)
+        writer.add_value_length(values)
+        return
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(values)
 
 
 def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -604,6 +643,8 @@ def _rope_scaling(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[st
         ):  # fmt: skip
             if rope.get(key) is not None:
                 add(rope[key])
+    if arch in LATENT and (multiplier := rope.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
     if config["model_type"] == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])

@@ -14,6 +14,10 @@ SHAPES = {
     "max_position_embeddings": 1024, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }  # fmt: skip
+LATENT = {key: value for key, value in SHAPES.items() if key != "head_dim"} | {
+    "num_key_value_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,14 @@ FORMS = {
         ("model.layers.3.embed_tokens", "model.layers.3.shared_head.head"), plus_one=False,
     ),
 }  # fmt: skip
-IN_FILES = [name for name in FORMS if name != "qwen3_next"]  # whose heads llama.cpp's converter writes
+FORMS["glm4_moe_lite"] = FORMS["glm4_moe"]
+IN_FILES = ["qwen3_5", "qwen3_5_moe", "glm4_moe"]  # whose heads llama.cpp's converter writes
 MIXTURES = [name for name in FORMS if name != "qwen3_5"]
+
+
+def shapes_of(name: str) -> dict[str, int]:
+    """Sizes of a model with whole groups of codes."""
+    return LATENT if name == "glm4_moe_lite" else SHAPES
 
 
 def form_of(folder: Path) -> Form:

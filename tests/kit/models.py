@@ -294,7 +294,7 @@ def full_cache(
     config, dtype = decoder.config, decoder.weights.embedding.dtype
     return FullCache(
         memory or Memory(torch.device("cpu")),
-        TileShape(config.num_kv_heads, config.head_dim, sizes.page, sizes.pages, dtype),
+        TileShape(config.num_kv_heads, config.kv_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
         reads=config.reads(config.growing),
         scorings=_of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)),

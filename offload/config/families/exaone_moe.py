@@ -21,10 +21,10 @@ def describe(source: Fields) -> ModelConfig:
     config = replace(exaone4.described(source, "exaone_moe"), names=_NAMES)
     experts = read_sigmoids(source, config, factor=2.5)
     beside = experts.network.size * source.integer(_SHARED, 1 << 12, default=1)
-    return with_experts(config, experts, beside=beside, dense=_dense_layers(source, config.num_layers))
+    return with_experts(config, experts, beside=beside, dense=dense_layers(source, config.num_layers))
 
 
-def _dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
+def dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
     """The layers without experts: as a list names the kind of each layer, else the first ones."""
     dense = frozenset(range(min(source.get(_DENSE, whole(0), 1), num_layers)))
     if types := source.data.get(_TYPES):

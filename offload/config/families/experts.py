@@ -39,6 +39,11 @@ def read_sigmoids(source: Fields, config: ModelConfig, *, factor: float = 1.0, *
         source, config, renormalised=source.flag(NORMED, True), scoring="sigmoid",
         factor=source.number(FACTOR, default=factor), bias="ranks", **others,
     )  # fmt: skip
+    return with_groups(source, experts)
+
+
+def with_groups(source: Fields, experts: Experts, **others: Any) -> Experts:
+    """`experts` in groups of which some are used, if the source has such. others: fields of `Experts` then."""
     groups = source.integer(GROUPS[0], MOST_GROUPS, default=1)
     used = source.integer(GROUPS[1], groups, default=1)
     if used == groups:
@@ -47,7 +52,7 @@ def read_sigmoids(source: Fields, config: ModelConfig, *, factor: float = 1.0, *
         source.refuse(GROUPS[0], f"a divisor of the number of experts, {experts.count}, two or more in each group")
     if used * experts.count // groups < experts.used:
         source.refuse(GROUPS[1], f"groups that have the {experts.used} experts of a token together")
-    return replace(experts, groups=groups, groups_used=used)
+    return replace(experts, groups=groups, groups_used=used, **others)
 
 
 def with_experts(

@@ -60,7 +60,7 @@ class GpuAttention:
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
         """See `RunAttention`. Queries are rotated by the first launch that needs them."""
         (num_rows, num_heads, dim), self._num_kv_heads = rows.q.shape, rows.k.shape[1]
-        self._tiling = Tiling(dim, self._dtype.itemsize)
+        self._tiling = Tiling(dim, self._dtype.itemsize, rows.scoring.joined)
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
         num_spans = sum(-(-tokens // self.span) for tokens in counts)
@@ -117,6 +117,8 @@ class GpuAttention:
             SPANS_OF_PAGE=-(-page // self.span),
             STEP=min(self._tiling.step, self.span),
             CHUNK=self._part,
+            JOINED=self._tiling.joined,
+            HELD_PADDED=self._tiling.held_padded,
             WIDEN=not pages.is_cuda,
             maxnreg=self._tiling.most_registers,
             **self._constants,
@@ -126,6 +128,7 @@ class GpuAttention:
         """Attend to a run of codes, in order "matrices"."""
         blocks, queries, bounds = run.held, self._queries[0], self._places.bounds
         assert run.tokens % GROUP == 0
+        assert not self._tiling.joined, "GPUs have no codes of such rows"
         assert self.span % (self._tiling.blocks * GROUP) == 0
         assert not self._part
         launch(
@@ -198,6 +201,7 @@ class GpuAttention:
                 logs if sinks is None else sinks, self._num_left, self._folded, int(self._num_runs > 1),
             ),
             SINKS=sinks is not None, GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded, ROWS=ROWS,
+            **self._tiling.merging,
         )  # fmt: skip
         self._rows = None
         del self._partials, self._running, self._tops, self._totals, self._masses, self._queries

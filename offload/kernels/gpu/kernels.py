@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -16,6 +17,7 @@ from offload.kernels.gpu import activation, convolution, copies, delta, experts,
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
+from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.runs import MASS_DTYPE, RunAttention
 
@@ -23,6 +25,16 @@ from offload.kernels.runs import MASS_DTYPE, RunAttention
 def _attention(*, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
     span = SPAN if page is None else gcd(SPAN, page)
     return GpuAttention(dtype=dtype, span=span, chunk=chunk, mass_dtype=MASS_DTYPE)
+
+
+def _joined_attention(*, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
+    if dtype.itemsize > 2:  # whose rows do not fit into shared memory
+        return OperatorAttention(dtype=dtype, chunk=chunk)
+    return _attention(dtype=dtype, page=page, chunk=chunk)
+
+
+def _no_prefill(page: int) -> None:
+    return None
 
 
 def _prefill(page: int) -> PrefillAttention | None:
@@ -70,3 +82,5 @@ GPU_KERNELS = DeviceKernels(
     restore_tile=residuals_gpu.restore_tile,
     copies=COPIES,
 )
+# Of rows that are both key and value (`Scoring.joined`): torch's operators attend in a prefill, and the host fetches.
+JOINED_KERNELS = replace(GPU_KERNELS, attention=_joined_attention, prefill=_no_prefill, copies=None)

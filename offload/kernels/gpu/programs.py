@@ -122,6 +122,8 @@ def attend_spans(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    JOINED: tl.constexpr,  # keys and values are the halves of rows of D that are both
+    HELD_PADDED: tl.constexpr,  # of the numbers of a key, D or D / 2
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,  # a power of two up to STEP; 0: no masses
@@ -167,28 +169,41 @@ def attend_spans(
                 none = tl.full([ROWS, STEP // CHUNK], float("-inf"), tl.float32)
                 tl.store(masses + state[:, None] * num_columns + columns[None, :], none, mask=valid)
         return
+    HELD: tl.constexpr = DIM // 2 if JOINED else DIM
+    part = tl.arange(0, HELD_PADDED)
+    present = part < HELD
     row = folded // GROUP
-    at = row * query_stride + (head * GROUP + folded % GROUP) * DIM
-    query = tl.load(queries + at[:, None] + dims[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+    at = (row * query_stride + (head * GROUP + folded % GROUP) * DIM)[:, None] + part[None, :]
+    asked = real[:, None] & present[None, :]
+    query = tl.load(queries + at, mask=asked, other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
+    if JOINED:
+        query_2 = tl.load(queries + at + HELD, mask=asked, other=0.0)
+        if WIDEN:
+            query_2 = query_2.to(tl.float32)
+        out_2 = tl.zeros([ROWS, HELD_PADDED], tl.float32)
     place = page.to(tl.int64) * page_stride + head.to(tl.int64) * head_stride
     start = span % SPANS_OF_PAGE * SPAN  # in its page
     own = tl.load(places + row, mask=real, other=0).to(tl.int32) - first  # place of the row's own token in the run
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    out = tl.zeros([ROWS, HELD_PADDED], tl.float32)
     for offset in range(0, SPAN, STEP):
         token = offset + tl.arange(0, STEP)
         held = base + token < tokens
         # A masked key may be any finite number; past `tokens` memory may hold anything.
-        source = place + (start + token).to(tl.int64)[:, None] * token_stride + dims[None, :]
-        mask = held[:, None] & inside[None, :]
+        source = place + (start + token).to(tl.int64)[:, None] * token_stride + part[None, :]
+        mask = held[:, None] & present[None, :]
         key = tl.load(keys + source, mask=mask, other=0.0)
         value = tl.load(values + source, mask=mask, other=0.0)
         if WIDEN:
             key = key.to(tl.float32)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if JOINED:
+            if WIDEN:
+                value = value.to(tl.float32)
+            score += tl.dot(query_2, tl.trans(value), input_precision="ieee") * scale
         if CAP > 0:
             score = capped(score, CAP)
         seen = held[None, :] & (base + token[None, :] <= own[:, None])
@@ -208,16 +223,21 @@ def attend_spans(
         weight = tl.exp(score - anchor[:, None])
         share = tl.exp(top - anchor)
         total = total * share + tl.sum(weight, 1)
-        rounded = weight.to(value.dtype)
+        rounded = weight.to(values.dtype.element_ty)
         if WIDEN:
             rounded, value = rounded.to(tl.float32), value.to(tl.float32)
-        out = out * share[:, None] + tl.dot(rounded, value, input_precision="ieee")
+        if JOINED:
+            out = out * share[:, None] + tl.dot(rounded, key, input_precision="ieee")
+            out_2 = out_2 * share[:, None] + tl.dot(rounded, value, input_precision="ieee")
+        else:
+            out = out * share[:, None] + tl.dot(rounded, value, input_precision="ieee")
         top = higher
     divisor = tl.where(total > 0.0, total, 1.0)
     target = state + span.to(tl.int64) * (num_heads * num_folded)
-    tl.store(
-        partials + target[:, None] * DIM + dims[None, :], out / divisor[:, None], mask=real[:, None] & inside[None, :]
-    )
+    to = target[:, None] * DIM + part[None, :]
+    tl.store(partials + to, out / divisor[:, None], mask=asked)
+    if JOINED:
+        tl.store(partials + to + HELD, out_2 / divisor[:, None], mask=asked)
     tl.store(sums + target, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)
 
 

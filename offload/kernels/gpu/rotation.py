@@ -43,7 +43,7 @@ def rotated(rows: Rows, places: RowPlaces, lasts: Sequence[int | None], run: Run
             0 if run is None else run.first, *ends[:2],
         ),
         QUERIES=len(lasts), HEADS=heads, DIM=dim, DIM_PADDED=1 << (dim - 1).bit_length(),
-        GROWN=rope.growth is not None, WEIGHED=rows.scoring.weights is not None,
+        GROWN=rope.growth is not None, WEIGHED=rows.scoring.weights is not None, JOINED=rows.scoring.joined,
         BOUNDED=places.bounds is not None, RING=run is not None and run.ring,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

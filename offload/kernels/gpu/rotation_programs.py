@@ -67,6 +67,7 @@ def rotate_rows(
     DIM_PADDED: tl.constexpr,
     GROWN: tl.constexpr,  # whether there is `growth`
     WEIGHED: tl.constexpr,  # whether there are weights
+    JOINED: tl.constexpr,  # the first halves of keys are written to `keys` and the others to `values`; v is not read
     BOUNDED: tl.constexpr,  # whether there are `bounds`
     RING: tl.constexpr,  # position n of the run is at place n % (P * S)
 ):
@@ -99,7 +100,11 @@ def rotate_rows(
     turned = _rotated(k + row * key_stride + own * DIM, cos + position * DIM, sin + position * DIM, dims, DIM)
     if WEIGHED:
         turned = _times(turned, tl.load(key_weights + dims, mask=inside, other=0.0))
-    value = tl.load(v + row * value_stride + own * DIM + dims, mask=inside, other=0.0)
     target = place // page * page_stride + own.to(tl.int64) * head_stride + place % page * token_stride
-    tl.store(keys + target + dims, turned, mask=writes)
-    tl.store(values + target + dims, value, mask=writes)
+    if JOINED:
+        tl.store(keys + target + dims, turned, mask=writes & (dims < DIM // 2))
+        tl.store(values + target + dims - DIM // 2, turned, mask=writes & (dims >= DIM // 2))
+    else:
+        value = tl.load(v + row * value_stride + own * DIM + dims, mask=inside, other=0.0)
+        tl.store(keys + target + dims, turned, mask=writes)
+        tl.store(values + target + dims, value, mask=writes)

@@ -14,18 +14,24 @@ _STAGE_BYTES = 32 * 2**10  # of keys and values at a time: two stages fit into e
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiling of a kernel for heads of `head_dim` in a dtype of `itemsize` bytes. step: keys at a time."""
+    """The tiling of a kernel for heads of `head_dim` in a dtype of `itemsize` bytes. step: keys at a time. joined: keys
+    and values are the halves of rows of `head_dim` numbers, see `Scoring`; held_padded: of each of them."""
 
     head_dim: int
     itemsize: int
+    joined: bool = False
 
     @property
     def padded(self) -> int:
         return 1 << (self.head_dim - 1).bit_length()
 
     @property
+    def held_padded(self) -> int:
+        return 1 << (self.head_dim // (1 + self.joined) - 1).bit_length()
+
+    @property
     def step(self) -> int:
-        return min(64, _STAGE_BYTES // (2 * self.padded * self.itemsize))
+        return min(64, _STAGE_BYTES // (2 * self.held_padded * self.itemsize))
 
     @property
     def blocks(self) -> int:
@@ -36,12 +42,18 @@ class Tiling:
     def warps(self) -> int:
         """Warps of a program; more for fp32, whose products use no tensor cores and more registers than four warps
         have."""
-        return 4 if self.itemsize == 2 else 8
+        return 4 if self.itemsize == 2 and not self.joined else 8
 
     @property
     def most_registers(self) -> int | None:
-        """The limit of a thread's registers. None: the assembler's choice, which would spill for fp32."""
-        return None if self.itemsize == 2 else 240
+        """The limit of a thread's registers. None: the assembler's choice, which would spill for fp32, and for narrow
+        halves of rows, where it is 128."""
+        return None if self.itemsize == 2 and not (self.joined and self.held_padded <= 256) else 240
+
+    @property
+    def merging(self) -> dict[str, int]:
+        """The warps of a program that merges spans and, of wide rows, the limit of a thread's registers."""
+        return {"num_warps": 16, "maxnreg": 128} if self.joined else {"num_warps": 4}
 
     @property
     def most_coded_registers(self) -> int:

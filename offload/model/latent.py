@@ -15,7 +15,7 @@ def in_halves(rotated: Tensor, others: Tensor) -> Tensor:
 
 
 def values_of(attended: Tensor, latent: Latent) -> Tensor:
-    """What a cache attended to, [T, H * (R + N)] -> the numbers without positions [T, H, 2, N / 2], a view."""
+    """Attended rows [T, H * (R + N)] -> their numbers without positions [T, H, 2, N / 2], a view."""
     halves: Tensor = attended.unflatten(1, (-1, 2, (latent.rank + latent.rotated) // 2))
     values: Tensor = halves[..., latent.rotated // 2 :]
     return values

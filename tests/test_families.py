@@ -123,6 +123,18 @@ def text(**fields: object) -> dict[str, object]:
         ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
         (text(model_type="gemma9_text"), 'text_config: model_type is "gemma9_text"'),
         (
+            text(model_type="gemma9_text"),
+            "lists; the nearest name is gemma4_text, but layers of another family",
+        ),
+        (
+            {"model_type": "glm5_next"},
+            'is "glm5_next"; it must be one that triforce models --families lists; the',
+        ),
+        (
+            {"model_type": "glm5_next"},
+            "but its layers keep four residual streams and states with a decay of each",
+        ),
+        (
             text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "original_max_position_embeddings",
         ),

@@ -7,20 +7,26 @@ from dataclasses import dataclass
 
 from offload.config.families.windows import FULL, WINDOWED
 from offload.config.gguf_experts import (
+    AFMOE,
+    COHERE2MOE,
     ERNIE_MOE,
     EXAONE_MOE,
     EXPERTS,
     GLM4MOE,
     GPT_OSS,
     HUNYUAN_MOE,
+    LAGUNA,
     MINIMAX_M2,
     QWEN2MOE,
     QWEN35MOE,
+    afmoe,
+    cohere2moe,
     ernie4_5_moe,
     exaone_moe,
     glm4moe,
     gpt_oss,
     hunyuan_moe,
+    laguna,
     minimax_m2,
     olmoe,
     qwen2moe,
@@ -42,11 +48,11 @@ _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 @dataclass(frozen=True)
 class Architecture:
     """An architecture of llama.cpp. family: a name of FAMILIES. own: makes fields besides the common ones, from the
-    metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json.
-    neighbours: the converter put rows of q and k that are rotated together beside each other. has_one: it added 1 to
-    the weights of norms. halves_sections: where positions have sections, it put rows that are rotated together into
-    halves. tiled: it put value heads with a state in the order of their key heads. reads: keys that change the
-    arithmetic and that are read."""
+    metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json; ""
+    if `own` reads it. neighbours: the converter put rows of q and k that are rotated together beside each other.
+    has_one: it added 1 to the weights of norms. halves_sections: where positions have sections, it put rows that are
+    rotated together into halves. tiled: it put value heads with a state in the order of their key heads. reads: keys
+    that change the arithmetic and that are read."""
 
     family: str
     own: Own
@@ -211,5 +217,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone-moe": Architecture("exaone_moe", exaone_moe, reads=EXAONE_MOE),
     "olmoe": Architecture("olmoe", olmoe, reads=EXPERTS - {"expert_feed_forward_length"}),
     "qwen2moe": Architecture("qwen2_moe", qwen2moe, reads=QWEN2MOE),
+    "afmoe": Architecture("afmoe", afmoe, reads=AFMOE),
+    "laguna": Architecture("laguna", laguna, reads=LAGUNA),
+    "cohere2moe": Architecture("cohere2_moe", cohere2moe, "", reads=COHERE2MOE),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

@@ -83,7 +83,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_k": "self_attn.k_proj",
         "attn_v": "self_attn.v_proj",
         "attn_qkv": names.fused_qkv or names.delta.parts[0],
-        "attn_gate": names.delta.parts[3],
+        "attn_gate": names.delta.parts[3] if names.gate_has_queries else names.gate,
         "ssm_in": names.delta.parts[0],
         "ssm_ba": names.delta.parts[4],
         "ssm_beta": names.delta.parts[4],

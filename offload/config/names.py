@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from offload.config.block import Block
 
+QUERIES = "self_attn.q_proj"
+
 
 @dataclass(frozen=True)
 class DeltaNames:
@@ -102,6 +104,11 @@ class TensorNames:
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
     unused: tuple[str, ...] = ()
+
+    @property
+    def gate_has_queries(self) -> bool:
+        """Whether the gate of an attention is in the tensor of its queries."""
+        return self.gate == QUERIES
 
     def wrapped(self, body: str, head: str) -> TensorNames:
         """The names in a wrapper's checkpoint, which has these names for body and head."""

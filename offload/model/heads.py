@@ -1,10 +1,11 @@
-"""Norms of queries and keys over all heads together, including the heads of other ranks."""
+"""Heads of an attention: norms of queries and keys over those of all ranks, and gates of their output."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from offload.config.block import Attention
 from offload.config.model import ModelConfig
 from offload.kernels.norms import norm_over
 from offload.model.sums import Sums
@@ -26,3 +27,19 @@ def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -
         norm_over(q, weights.q_norm, squares[:, :1], sums.size * q.shape[1]),
         norm_over(k, weights.k_norm, squares[:, 1:], sums.size * k.shape[1]),
     )
+
+
+def gated(attention: Attention, attended: Tensor, gate: Tensor) -> Tensor:
+    """The heads' output [T, H * D] times the rounded function of the gate's rows, [T, H * D] or of each head [T, H]."""
+    opened = gate.sigmoid() if attention.gate_function == "sigmoid" else _softplus(gate)
+    if not attention.gates_heads:
+        return attended * opened
+    heads: Tensor = attended.unflatten(1, (-1, attention.head_dim))
+    return (heads * opened.unsqueeze(2)).flatten(1)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), in fp32 and rounded. torch's own gives the last numbers of a tensor other bits than the same ones
+    before."""
+    wide = x.float()
+    return ((-wide.abs()).exp().log1p() + wide.clamp_min(0)).to(x.dtype)

@@ -56,8 +56,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention: mixed = attention of the normed heads in qkv over their sequences' caches, times the gate's sigmoid
-    where the layer has a gate."""
+    """Attention: mixed = attention of the normed heads in qkv over their sequences' caches, times the function of the
+    gate where the layer has one."""
 
     attention: Attention
     weights: LayerWeights

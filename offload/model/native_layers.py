@@ -13,7 +13,7 @@ from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, norm_heads, room_to_widen
-from offload.model.heads import normed_over_ranks, norms_over_ranks
+from offload.model.heads import gated, normed_over_ranks, norms_over_ranks
 from offload.model.layer import Add, Attend, Join, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
@@ -145,7 +145,7 @@ class NativeLayers:
         if weights.v_norm is not None:
             norm_heads(self._kernels, rows[2], weights.v_norm)
         attended = caches.attend(layer, *heads)
-        return attended if gate is None else attended * gate.sigmoid()
+        return attended if gate is None else gated(attention, attended, gate)
 
 
 class _Room:

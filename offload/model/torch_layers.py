@@ -13,7 +13,7 @@ from offload.kernels.activation import activated
 from offload.kernels.device import Gated
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
-from offload.model.heads import normed_over_ranks, norms_over_ranks
+from offload.model.heads import gated, normed_over_ranks, norms_over_ranks
 from offload.model.host_experts import HostMixes
 from offload.model.layer import Add, Attend, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
@@ -125,7 +125,7 @@ class TorchLayers:
             size = 0 if own.norms_whole else own.head_dim
             q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
         attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in (q, k, v)))
-        return attended * others[0].sigmoid() if own.gate else attended
+        return gated(own, attended, others[0]) if own.gate else attended
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ def key_of(config: ModelConfig, dtype: str) -> str:
     named = " ".join(f"{name}={value}" for name, value in shapes.items())
     form = "" if config.is_llama_shaped else f" {config.family}"
     form += " values=keys" if attention.values_are_keys else ""
+    form += f" heads={','.join(map(str, config.head_counts))}" if len(config.head_counts) > 1 else ""
     stored = *config.block.encodings.every, config.head_encoding
     form += f" stored={','.join(stored)}" if any(stored) else ""
     return f"{named}{form} {dtype} kernels={os.environ.get(KERNELS) or 'on'}"

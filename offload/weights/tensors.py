@@ -18,8 +18,6 @@ from offload.config.vectors import layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 
-_QUERIES = "self_attn.q_proj"
-
 
 @dataclass(frozen=True)
 class Source:
@@ -122,7 +120,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         return
     attention, fused, gate = whole.block.attention, whole.names.fused_qkv, whole.names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
-    if attention.gate and gate == _QUERIES:  # each head's query, then its gate
+    if attention.gate and whole.names.gate_has_queries:  # each head's query, then its gate
         both = [range(2 * head * dim, 2 * (head + 1) * dim) for head in heads]
         yield from (Source(gate, rows[:dim], rotates=True) for rows in both)
         yield from (Source(f"self_attn.{each}_proj", _times(kv_heads, dim), rotates=each == "k") for each in "kv")
@@ -137,7 +135,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         yield Source(name, rows, rotates=letter != "v")
         first += size
     if attention.gate:
-        yield Source(gate, _times(heads, dim))
+        yield Source(gate, heads if attention.gates_heads else _times(heads, dim))
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:

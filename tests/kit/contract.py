@@ -163,6 +163,12 @@ FILES: dict[str, dict[str, object]] = {
     "minimax_m2": WIDE,
     "ernie4_5_moe": {**WIDE, **EXPERTS},
     "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
+    "afmoe": {**WIDE, **EXPERTS, "sliding_window": 45},
+    "laguna": {
+        **WIDE, **EXPERTS, "sliding_window": 45, "shared_expert_intermediate_size": 512,
+        "moe_router_logit_softcapping": 0.0,
+    },
+    "cohere2_moe": {**WIDE, "sliding_window": 45, "prefix_dense_intermediate_size": 512},
     "gemma4, sparse": {**WIDE, **EXPERTS, "head_dim": 64, "global_head_dim": 128, "rope_parameters": GEMMA4_ROPES},
     "gemma4": {**NARROW, "global_head_dim": 64, "num_global_key_value_heads": 2},
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
@@ -181,7 +187,8 @@ KINDS_OF = {
     "qwen3_next": ("Q8_0", "Q4_K experts"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
     "minimax_m2": ("Q8_0",),
-    **dict.fromkeys(("ernie4_5_moe", "exaone_moe"), ("Q4_K experts",)),
+    "afmoe": ("Q8_0",),
+    **dict.fromkeys(("ernie4_5_moe", "exaone_moe", "laguna", "cohere2_moe"), ("Q4_K experts",)),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
 }
 

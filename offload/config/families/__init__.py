@@ -7,6 +7,7 @@ from offload.config.families import (
     arcee,
     cohere,
     cohere2,
+    cohere2_moe,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -20,6 +21,7 @@ from offload.config.families import (
     gpt_oss,
     granite,
     hunyuan,
+    laguna,
     llama,
     minimax_m2,
     ministral3,
@@ -50,7 +52,7 @@ _MODULES = (
     llama, mistral, qwen, qwen2_moe, qwen3_moe, qwen3_next, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5,
     ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
     cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4, exaone_moe, ministral3, starcoder2,
-    muse_glimmer, afmoe,
+    muse_glimmer, afmoe, laguna, cohere2_moe,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -441,6 +441,50 @@ def test_real_configs_have_the_parameters_that_their_names_say() -> None:
     assert config.next_token == config.blocks[3]
 
 
+LAGUNA_XS: dict[str, object] = {
+    "model_type": "laguna", "architectures": ["LagunaForCausalLM"], "vocab_size": 100352, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": False, "rms_norm_eps": 1e-6,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "router_aux_loss_coef": 0.0,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 39, "moe_routed_scaling_factor": 2.5, "gating": "per-head",
+    "gating_types": ["per-head"] * 40, "moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False,
+    "sliding_window": 512, "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 10,
+    "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "partial_rotary_factor": 0.5, "eos_token_id": [2, 24],
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 500000.0, "factor": 64.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 64.0, "beta_slow": 1.0, "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}  # fmt: skip
+NORTH_MINI: dict[str, object] = {
+    "model_type": "cohere2_moe", "architectures": ["Cohere2MoeForCausalLM"], "vocab_size": 262144, "hidden_size": 2048,
+    "intermediate_size": 768, "prefix_dense_intermediate_size": 3072, "first_k_dense_replace": 1,
+    "prefix_dense_sliding_window_pattern": 1, "num_hidden_layers": 49, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 500000, "attention_bias": False,
+    "rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5, "num_experts": 128, "num_experts_per_tok": 8,
+    "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0, "sliding_window": 4096,
+    "sliding_window_pattern": 4, "rope_theta": 50000.0, "logit_scale": 1.0, "use_parallel_block": True,
+    "use_qk_norm": False, "use_gated_activation": True, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "kv_bytes", "windows"),
+    [(LAGUNA_XS, 33.4, 40960, 30), (NORTH_MINI, 30.5, 26624, 36)],
+    ids=["laguna", "cohere2_moe"],
+)
+def test_real_mixtures_have_the_sizes_that_their_names_say(
+    config: dict[str, object], billions: float, kv_bytes: int, windows: int
+) -> None:
+    found = config_of(config)
+    assert round(found.num_parameters() / 1e9, 1) == billions
+    assert (found.kv_bytes_per_token(2), len(found.windowed)) == (kv_bytes, windows)
+
+
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:
     """Only what is not at its default is digested; and each model has a digest of its own."""
     digests = {name: model_digest(config_of(tiny.config()), []) for name, tiny in TINY.items() if not tiny.wrapped}

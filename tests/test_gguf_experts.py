@@ -55,8 +55,9 @@ def test_a_file_of_solar_open_is_one_of_glm(tmp_path: Path, name: str) -> None:
     assert torch.equal(logits(path), logits(tmp_path / "folder"))
 
 
-def test_a_next_token_head_of_k_exaone_is_left_alone(tmp_path: Path) -> None:
-    folder, path = save_tiny("exaone_moe", tmp_path / "folder"), tmp_path / "model.gguf"
+@pytest.mark.parametrize("name", ["exaone_moe", "cohere2_moe"])
+def test_a_next_token_head_that_is_not_supported_is_left_alone(tmp_path: Path, name: str) -> None:
+    folder, path = save_tiny(name, tmp_path / "folder"), tmp_path / "model.gguf"
     count = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
 
     def change(writer: gguf.GGUFWriter) -> None:

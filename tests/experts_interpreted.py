@@ -56,6 +56,8 @@ ROUTERS = {
     "sigmoids in the dtype after the top, averaged": Experts(
         FeedForward(24), 5, 2, scoring="sigmoid", rounded="shares", ranks_scores=True, renormalised=False, averaged=True
     ),
+    "sigmoids of capped scores": Experts(FeedForward(24), 5, 2, scoring="sigmoid", bias="ranks", score_cap=0.7),
+    "a softmax of capped scores": Experts(FeedForward(24), 5, 2, renormalised=False, score_cap=0.3),
     "sigmoids as they are": Experts(FeedForward(24), 6, 3, renormalised=False, scoring="sigmoid"),
     "biases, clamped gates": Experts(FeedForward(24, "clamped_silu", bias=True), 5, 2, bias="scores"),
     "factors, scaled scores, a norm of its own": Experts(FeedForward(24), 5, 2, score_scale=0.3, scaled=True),

@@ -55,10 +55,15 @@ from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
 from offload.engine.request import GenerationRequest
-from offload.errors import ModelError
+from offload.errors import ModelError, UsageError
 from offload.kernels import choice, cpu
+from offload.plan.composition import PLAIN
+from offload.plan.fixed_bytes import fixed_bytes
+from offload.plan.model_key import key_of
 from offload.plan.planner import Options
 from offload.plan.request import Request
+from offload.plan.shards import check_divides
+from offload.plan.sizing import Sizing
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
 from test_parity import assert_same_logits, in_decoding, in_prefill
@@ -68,7 +73,10 @@ SIZES = Sizes(capacity=LENGTH, rows=4, prefill_block=7, page=8, pages=2)
 IN_ONE_BLOCK = replace(SIZES, prefill_block=LENGTH)
 TOLERANCE = 1e-4
 FIRST = {tiny.family: name for name, tiny in reversed(TINY.items())}  # a model of each family
-MIXTURES = ("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe")
+MIXTURES = (
+    *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe"),
+    *("laguna", "cohere2_moe"),
+)
 RECURRING = ("nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3")
 LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "mistral4")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
@@ -143,6 +151,22 @@ def text(**fields: object) -> dict[str, object]:
         ({**WRAPPER, "architectures": ["PixtralVisionModelWithHead"]}, "architectures is"),
         (text(model_type="gemma9_text"), 'text_config: model_type is "gemma9_text"'),
         (
+            text(model_type="gemma9_text"),
+            "lists; the nearest name is gemma4_text, but layers of another family",
+        ),
+        (
+            {"model_type": "lagunas"},
+            "lists; the nearest name is laguna, but layers of another family may compute",
+        ),
+        (
+            {"model_type": "glm5_next"},
+            'is "glm5_next"; it must be one that triforce models --families lists; the',
+        ),
+        (
+            {"model_type": "glm5_next"},
+            "but its layers keep four residual streams and states with a decay of each",
+        ),
+        (
             text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "original_max_position_embeddings",
         ),
@@ -182,6 +206,29 @@ def text(**fields: object) -> dict[str, object]:
         (TINY["hunyuan_v1_moe"].config() | {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0"),
         (TINY["afmoe"].config() | {"num_expert_groups": 4}, "num_expert_groups is 4"),
         (TINY["afmoe"].config() | {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
+        (
+            TINY["laguna"].config() | {"num_attention_heads_per_layer": [4, 6, 6]},
+            "is [4, 6, 6]; it must be a list",
+        ),
+        (
+            TINY["laguna"].config() | {"num_attention_heads_per_layer": [4, 5, 6, 6]},
+            "multiple of the KV heads, 2",
+        ),
+        (TINY["laguna"].config() | {"gating": False}, 'gating is false; it must be true, "per-head" or "per-element"'),
+        (TINY["laguna"].config() | {"gating_types": ["per-element"] * 4}, "absent, or as gating has it in all layers"),
+        (
+            TINY["laguna"].config() | {"moe_apply_router_weight_on_input": True},
+            "_on_input is true",
+        ),
+        (TINY["laguna"].config() | {"attention_bias": True}, "attention_bias is true; it must be absent or false"),
+        (TINY["laguna"].config() | {"mlp_layer_types": ["sparse"]}, 'mlp_layer_types is ["sparse"]'),
+        (
+            TINY["cohere2_moe"].config() | {"use_parallel_block": False},
+            "use_parallel_block is false; it must be",
+        ),
+        (TINY["cohere2_moe"].config() | {"use_qk_norm": True}, "use_qk_norm is true; it must be absent or false"),
+        (TINY["cohere2_moe"].config() | {"expert_selection_fn": "tanh"}, "softmax or sigmoid"),
+        (TINY["cohere2_moe"].config() | {"shared_expert_combination_strategy": "max"}, "average or sum"),
         (TINY["olmoe"].config() | {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         (TINY["qwen2_moe"].config() | {"use_sliding_window": True}, "use_sliding_window is true"),
         (TINY["glm4_moe"].config() | {"n_shared_experts": 0}, "n_shared_experts is 0"),
@@ -236,8 +283,18 @@ def test_what_a_family_does_not_have_is_refused_by_name(data: dict[str, object],
     assert named in str(caught.value)
 
 
-def test_switches_that_say_what_is_so_anyway_are_read_past() -> None:
-    plain, said = TINY["hunyuan"].config(), {"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False}
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hunyuan", {"use_qk_norm": True, "use_rotary_pos_emb": True, "use_cla": False}),
+        ("laguna", {"gating_types": ["per-head"] * 4, "mlp_only_layers": [0], "decoder_sparse_step": 1}),
+        ("laguna", {"norm_topk_prob": True, "swa_attention_sink_enabled": False}),
+        ("laguna, of full width", {"partial_rotary_factor": 0.75}),
+        ("cohere2_moe", {"use_parallel_block": True, "use_gated_activation": True, "rope_theta": 7.0}),
+    ],
+)
+def test_switches_that_say_what_is_so_anyway_are_read_past(name: str, said: dict[str, object]) -> None:
+    plain = TINY[name].config()
     assert config_of(plain | said) == config_of(plain)
 
 
@@ -315,10 +372,16 @@ def test_a_next_token_head_of_several_layers_is_left_alone(
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"), ("exaone_moe", "mtp.layers.0.mlp.gate.weight")],
+    [
+        ("ernie4_5_moe", "model.mtp_block.0.input_layernorm.weight"),
+        ("exaone_moe", "mtp.layers.0.mlp.gate.weight"),
+        ("cohere2_moe", "model.layers.6.eh_proj.weight"),
+    ],
 )
 def test_a_next_token_head_that_is_not_supported_is_left_alone(tmp_path: Path, name: str, part: str) -> None:
     folder, tokens = _with_tensors(save_tiny(name, tmp_path), **{part: torch.ones(2, 2)}), random_tokens(9)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     decoder = load(folder)
     ours = in_prefill(decoder, target_cache(decoder, SIZES), tokens, SIZES.prefill_block)
     assert_same_logits(ours, reference(name, tokens))
@@ -455,6 +518,50 @@ def test_nemotrons_own_config_has_the_parameters_that_its_name_says(tmp_path: Pa
             config_of({**fields, key: words})
 
 
+LAGUNA_XS: dict[str, object] = {
+    "model_type": "laguna", "architectures": ["LagunaForCausalLM"], "vocab_size": 100352, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": False, "rms_norm_eps": 1e-6,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0], "router_aux_loss_coef": 0.0,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 39, "moe_routed_scaling_factor": 2.5, "gating": "per-head",
+    "gating_types": ["per-head"] * 40, "moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False,
+    "sliding_window": 512, "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 10,
+    "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "partial_rotary_factor": 0.5, "eos_token_id": [2, 24],
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 500000.0, "factor": 64.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 64.0, "beta_slow": 1.0, "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}  # fmt: skip
+NORTH_MINI: dict[str, object] = {
+    "model_type": "cohere2_moe", "architectures": ["Cohere2MoeForCausalLM"], "vocab_size": 262144, "hidden_size": 2048,
+    "intermediate_size": 768, "prefix_dense_intermediate_size": 3072, "first_k_dense_replace": 1,
+    "prefix_dense_sliding_window_pattern": 1, "num_hidden_layers": 49, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 500000, "attention_bias": False,
+    "rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5, "num_experts": 128, "num_experts_per_tok": 8,
+    "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0, "sliding_window": 4096,
+    "sliding_window_pattern": 4, "rope_theta": 50000.0, "logit_scale": 1.0, "use_parallel_block": True,
+    "use_qk_norm": False, "use_gated_activation": True, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "kv_bytes", "windows"),
+    [(LAGUNA_XS, 33.4, 40960, 30), (NORTH_MINI, 30.5, 26624, 36)],
+    ids=["laguna", "cohere2_moe"],
+)
+def test_real_mixtures_have_the_sizes_that_their_names_say(
+    config: dict[str, object], billions: float, kv_bytes: int, windows: int
+) -> None:
+    found = config_of(config)
+    assert round(found.num_parameters() / 1e9, 1) == billions
+    assert (found.kv_bytes_per_token(2), len(found.windowed)) == (kv_bytes, windows)
+
+
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:
     """Only what is not at its default is digested; and each model has a digest of its own."""
     digests = {name: model_digest(config_of(tiny.config()), []) for name, tiny in TINY.items() if not tiny.wrapped}
@@ -571,11 +678,14 @@ FLAGS: dict[str, Change] = {
     ),
     "window": _attention(window=lambda own: None if own.window else 5),
     "gate": _attention(gate=lambda own: not own.gate),
+    "gate_function": _attention(
+        gate_function=lambda own: "softplus" if own.gate and own.gate_function == "sigmoid" else "sigmoid"
+    ),
+    "gates_heads": _attention(gates_heads=lambda own: own.gate and not own.gates_heads),
     "sink_logits": _attention(sink_logits=lambda own: not own.sink_logits),
     "multiplied": _block(multiplied=lambda block: not block.multiplied),
     "with v_norm": _attention(v_norm=lambda own: None if own.v_norm else Norm(weightless=True)),
     "values_are_keys": _attention(values_are_keys=lambda own: not own.values_are_keys),
-    "gates_heads": _attention(gates_heads=lambda own: own.gate and not own.gates_heads),
     "delta.steps": _recurrence(DeltaRule, steps=lambda own: 2 * own.steps),
     "delta.tiled": _recurrence(DeltaRule, tiled=lambda own: 1 if own.tiled is None else None),
     "delta.eps": _recurrence(DeltaRule, eps=lambda own: 0.5),
@@ -627,6 +737,7 @@ FLAGS: dict[str, Change] = {
     "renormalised": _experts(renormalised=lambda own: not own.renormalised),
     "scoring": _experts(scoring=lambda own: "softmax" if own.scoring == "sigmoid" else "sigmoid"),
     "score_scale": _experts(score_scale=lambda own: 3 * own.score_scale),
+    "score_cap": _experts(score_cap=lambda own: None if own.score_cap else 0.5),
     "experts.factor": _experts(factor=lambda own: 2 * own.factor),
     "scaled": _experts(scaled=lambda own: not own.scaled),
     "bias of scores": _experts(bias=lambda own: "none" if own.bias == "scores" else "scores"),
@@ -696,7 +807,7 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
         sums = [each for each in config.blocks if each.experts and each.feed_forward.size]
         return any(not (each.joins_normed or each.after_feed_forward) for each in sums)
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
-    if flag in ("scoring", "score_scale", "bias of ranks", "eps before_router") and one_of_all:
+    if flag in ("scoring", "score_scale", "score_cap", "bias of ranks", "eps before_router") and one_of_all:
         return False  # its weight is 1, and the order of scores is the same
     return FLAGS[flag](config) != config
 
@@ -720,6 +831,20 @@ def test_layers_of_one_layout_whose_heads_differ_share_no_rows(pairs: Callable[[
     pair, (sizes, offload) = pairs("gemma4, one layout"), MODES["draft and retrieval, all streamed"]
     with engine_of(pair, sizes, prompt_tokens=CONTEXT, offload=offload) as engine:
         assert say(engine) == alone(pair)
+
+
+def test_the_query_heads_of_each_layer_count_for_ranks_sizes_and_keys_of_plans() -> None:
+    config = config_of(TINY["laguna"].config())
+    assert config.head_counts == (4, 6)
+    check_divides(config, 2)
+    with pytest.raises(UsageError, match=r"and 4 and 6 heads, 2 KV heads .* --gpus may be 1, 2$"):
+        check_divides(config, 4)
+    alike = config_of(TINY["laguna"].config() | {"num_attention_heads_per_layer": [4] * 4})
+    sizes = (
+        fixed_bytes(Sizing(each, None, Options(), CPU, "bf16"), 4000, PLAIN)["workspace"] for each in (config, alike)
+    )
+    assert next(sizes) > next(sizes)
+    assert key_of(config, "bf16") != key_of(alike, "bf16")
 
 
 def test_kernels_have_to_know_the_heads_of_all_layers() -> None:

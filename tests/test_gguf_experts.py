@@ -55,8 +55,9 @@ def test_a_file_of_solar_open_is_one_of_glm(tmp_path: Path, name: str) -> None:
     assert torch.equal(logits(path), logits(tmp_path / "folder"))
 
 
-def test_a_next_token_head_of_k_exaone_is_left_alone(tmp_path: Path) -> None:
-    folder, path = save_tiny("exaone_moe", tmp_path / "folder"), tmp_path / "model.gguf"
+@pytest.mark.parametrize("name", ["exaone_moe", "cohere2_moe"])
+def test_a_next_token_head_that_is_not_supported_is_left_alone(tmp_path: Path, name: str) -> None:
+    folder, path = save_tiny(name, tmp_path / "folder"), tmp_path / "model.gguf"
     count = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
 
     def change(writer: gguf.GGUFWriter) -> None:
@@ -186,6 +187,21 @@ def put(key: str, value: float | bool) -> Change:
         ("ernie4_5_moe", "expert_gating_func", 2, "is 2; it must be absent, 0 or 1: only a softmax"),
         ("hunyuan_v1_moe", "expert_shared_count", 2, "is 2; it must be 1: one network as large as an expert"),
         ("hunyuan_v1_moe", "expert_shared_feed_forward_length", 32, "is 32; it must be 16: one network"),
+        (
+            "afmoe",
+            "expert_weights_norm",
+            False,
+            "is false; it must be true: weights of experts that do not add up",
+        ),
+        (
+            "laguna",
+            "expert_weights_norm",
+            False,
+            "is false; it must be true: weights of experts that do not add up",
+        ),
+        ("laguna", "expert_shared_count", 2, "is 2; it must be absent or 1: one network is beside the experts"),
+        ("cohere2_moe", "expert_gating_func", 1, "is 1; it must be absent, 0 or 2: only sigmoids"),
+        ("cohere2_moe", "expert_weights_scale", 2.0, "is 2.0; it must be absent or 1.0"),
         ("olmoe", "expert_feed_forward_length", 32, "is 32; it must be absent or 0"),
         ("qwen2_moe", "expert_weights_norm", True, "is true; it must be absent or 0"),
         ("gpt_oss", "expert_gating_func", 2, "is 2; it must be absent or 0: it changes the arithmetic"),

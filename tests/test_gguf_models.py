@@ -51,11 +51,13 @@ UNSAID = (
     "ernie4_5_moe, some dense", "hunyuan_v1_moe, stretched", "exaone_moe, groups", "olmoe, renormalised",
     "qwen2_moe, some dense", "solar_open", "solar_open, groups", "lfm2, biased", "lfm2_moe, without biases",
     "glm4_moe_lite, biased",
+    "afmoe, named", "cohere2_moe, of a softmax",
 )  # fmt: skip
 SCALED: dict[str, dict[str, object]] = {
     name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")
 }  # as llama.cpp's, by the heads' size
 SCALED["deepseek_v2, groups"] = {"attention_bias": False, "rope_parameters": TEMPERED}
+SCALED["laguna"] = {"moe_router_logit_softcapping": 0.0}  # which a file does not say
 SCALED["qwen2_5_vl"] = {"use_sliding_window": False}
 SCALED["qwen3_omni_moe"] = {"mlp_only_layers": []}
 SCALED["gpt_oss, top 1"] = {"sliding_window": 256}  # that no context exceeds: a file has windows in each other layer
@@ -162,12 +164,13 @@ def test_config_and_logits_are_the_folders(folders: Callable[[str], Path], name:
     [
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3},
         {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
          "high_freq_factor": 4.0},
         {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
          "high_freq_factor": 2.0},
     ],
-    ids=["linear", "yarn", "llama3", "llama3 of other numbers"],
+    ids=["linear", "yarn", "yarn with its own factor", "llama3", "llama3 of other numbers"],
 )  # fmt: skip
 def test_scaled_positions_are_the_folders(tmp_path: Path, rope: dict[str, object]) -> None:
     """Factors that are not those of llama3's own numbers are read one by one."""
@@ -186,7 +189,7 @@ def test_an_architecture_that_is_not_known_is_refused_by_name(tmp_path: Path) ->
     path = tmp_path / "model.gguf"
     write_gguf(save(random_model(), tmp_path), path)
     path.write_bytes(path.read_bytes().replace(b"llama", b"lamma"))
-    with pytest.raises(ModelError, match=r"its architecture is 'lamma', known are arcee, .*starcoder2"):
+    with pytest.raises(ModelError, match=r"its architecture is 'lamma', known are afmoe, .*starcoder2"):
         read_config(path)
 
 

@@ -92,6 +92,19 @@ NEXT: dict[str, object] = {
     **WIDE, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
+FEW: dict[str, object] = {**WIDE, "intermediate_size": 32}
+MIXTURES: dict[str, dict[str, object]] = {
+    "minimax_m2": FEW,
+    "ernie4_5_moe": {**MIXED, "intermediate_size": 128},  # for each KV head as much as the network beside experts has
+    "hunyuan_v1_moe": FEW,
+    "exaone_moe": MIXED,
+    "solar_open": MIXED,
+    "olmoe": {**FEW, "head_dim": 16, "num_key_value_heads": 4},
+    "qwen2_moe": {**MIXED, "head_dim": 16, "shared_expert_intermediate_size": 32},
+    "afmoe": MIXED,
+    "laguna": {**MIXED, "shared_expert_intermediate_size": 32, "moe_router_logit_softcapping": 0.0},
+    "cohere2_moe": {**FEW, "prefix_dense_intermediate_size": 64},
+}
 TOKENIZED = """
 import json, os, sys, urllib.request, xllamacpp
 asked = json.load(sys.stdin)
@@ -375,6 +388,14 @@ class TestWheel:
             pytest.skip(f"{REAL} names no environment that has xllamacpp")
         folder = save_tiny(name, tmp_path / "model", tokenizer=True, **SEEING[name])
         assert_same_text(environment, folder, 150)
+
+    @pytest.mark.parametrize("length", [3, 150])
+    @pytest.mark.parametrize("name", MIXTURES)
+    def test_llama_cpp_writes_what_we_write_of_a_mixture(self, tmp_path, name, length):
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        folder = save_tiny(name, tmp_path / "model", tokenizer=True, **MIXTURES[name])
+        assert_same_text(environment, folder, length)
 
     @pytest.mark.parametrize("pre", sorted({make: name for name, make in CUTS.items()}.values()))  # one of each kind
     def test_llama_cpp_has_the_ids_that_we_have(self, tmp_path, pre):

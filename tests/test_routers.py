@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers import Cohere2MoeConfig, Ernie4_5_MoeConfig, Glm4MoeConfig, MiniMaxM2Config
+from transformers import Cohere2MoeConfig, Ernie4_5_MoeConfig, Glm4MoeConfig, LagunaConfig, MiniMaxM2Config
 from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoeTopKRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
@@ -46,6 +47,8 @@ KINDS: dict[str, Experts] = {
     "sigmoid in the dtype after the top, averaged": replace(
         PLAIN, scoring="sigmoid", rounded="shares", ranks_scores=True, renormalised=False, averaged=True
     ),
+    "sigmoid of capped scores": replace(GLM, score_cap=0.7),
+    "softmax of capped scores": replace(PLAIN, score_cap=0.3, rounded="scores"),
     "scaled": replace(PLAIN, scaled=True, score_scale=0.3),
     "one of them": replace(GLM, used=1, factor=0.5),
     "all of them": replace(PLAIN, used=COUNT, scaled=True),
@@ -287,6 +290,23 @@ def test_sigmoids_of_rounded_scores_are_those_of_minimax(dtype: torch.dtype) -> 
     torch.testing.assert_close(by_expert(*ours), by_expert(indices, weights))
     if dtype != torch.float32:
         assert not torch.equal(ours[1], chosen(replace(experts, rounded="none"), scores, bias, dtype=dtype)[1])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigmoids_of_capped_scores_are_those_of_laguna(dtype: torch.dtype, cap: float) -> None:
+    config = LagunaConfig(
+        hidden_size=HIDDEN, num_experts=COUNT, num_experts_per_tok=USED, moe_router_logit_softcapping=cap
+    )
+    theirs, rows = LagunaTopKRouter(config).to(dtype), in_eighths(random_of(ROWS, HIDDEN)).to(dtype)
+    matrix, bias = in_eighths(random_of(COUNT, HIDDEN, seed=3)).to(dtype), 0.3 + torch.arange(COUNT) / 64
+    theirs.weight.copy_(matrix)
+    theirs.e_score_correction_bias.data = bias
+    _, weights, indices = theirs(rows)
+    experts = replace(GLM, rounded="scores", eps=0.0, score_cap=cap or None)
+    found, shares = chosen(experts, rows.float() @ matrix.float().T, bias, dtype=dtype)
+    torch.testing.assert_close(by_expert(found, shares.to(dtype).float()), by_expert(indices, weights.float()))
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ BLOCK_NORMS = (
 )
 # gelu_tanh: GELU by its approximation with tanh. clamped_silu: gpt-oss's, of a gate alone (kernels/activation.py).
 Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped_silu"]
+GateFunction = Literal["sigmoid", "softplus"]
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0  # of clamped_silu
 Scoring = Literal["softmax", "sigmoid"]
 RouterBias = Literal["none", "scores", "ranks"]
@@ -69,8 +70,8 @@ class Attention:
     v_norm: the norm of each head's values. values_are_keys: values are the keys before their norm, without a projection
     of their own. rope: None if queries and keys have no positions. scale: of the scores; None: head_dim^-0.5. window:
     tokens that a row sees, itself and the last ones before it; None: all. A layer without a window is called growing.
-    cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the sigmoid of
-    another projection of the rows, which has a number for each of its numbers, or for each head if `gates_heads`.
+    cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the gate_function of
+    another projection of the rows, which has a number for each of the output or, if `gates_heads`, for each head.
     sink_logits: each head has a logit of its own in its rows' softmax, beside the scores and without a value (the
     attention sinks of gpt-oss). shares: the layer has no keys and values of its own; it attends to those of the last
     layer before it that has some and sees as much (`ModelConfig.sources`).
@@ -98,6 +99,7 @@ class Attention:
     window: int | None = None
     cap: float | None = None
     gate: bool = False
+    gate_function: GateFunction = "sigmoid"
     gates_heads: bool = False
     sink_logits: bool = False
     shares: bool = False
@@ -352,9 +354,10 @@ class Experts:
     its weight.
 
     A row's scores are products with the router's rows, times `score_scale`; scoring: an expert's share is the softmax
-    over all scores, or the sigmoid of its own. Experts are ranked by shares, or if `ranks_scores` by scores. bias: each
-    expert has a number that is added to its score, or to its rank alone. groups: of neighbouring experts, of which
-    those with the largest sums of their `group_best` largest ranks, `groups_used`, have the experts in use.
+    over all scores, or the sigmoid of its own. score_cap: of scores, as `Attention.cap`. Experts are ranked by shares,
+    or if `ranks_scores` by scores. bias: each expert has a number that is added to its score, or to its rank alone.
+    groups: of neighbouring experts, of which those with the largest sums of their `group_best` largest ranks,
+    `groups_used`, have the experts in use.
 
     A weight is a share: divided by the sum of those in use if `renormalised`, to which `eps` is added, or which is
     `eps` or more if `floored`; multiplied by `factor`, unless that multiplies the sum over experts (`scales_sum`), and
@@ -371,6 +374,7 @@ class Experts:
     renormalised: bool = True
     scoring: Scoring = "softmax"
     score_scale: float = 1.0
+    score_cap: float | None = None
     factor: float = 1.0
     scaled: bool = False
     bias: RouterBias = "none"

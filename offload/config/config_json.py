@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
+from difflib import get_close_matches
 
 from offload.config.families import FAMILIES, WRAPPERS, Family, Wrapper
 from offload.config.model import ModelConfig
@@ -47,6 +48,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _SUSPECT = re.compile(r"softcap|multiplier|expert|moe|quant|alibi|rotary|sliding|sparse|qk_|(^|_)(m?rope|scal)")
 _IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may be neutral, 0 is not
 _SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
+_UNKNOWN = "layers of another family may compute otherwise, and their text would be wrong without a sign of it"
+_DECLINED = {  # families that are known and not implemented, and why
+    "glm5_next": "its layers keep four residual streams and states with a decay of each number, which none here has",
+}
 # Checked where they are read, in every family.
 _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}
 
@@ -86,7 +91,7 @@ def _described(source: Fields) -> ModelConfig:
     data = source.data
     wrapper = WRAPPERS.get(str(data.get("model_type")))
     if wrapper is None:
-        return _read(source, FAMILIES[source.choice("model_type", (*FAMILIES, *WRAPPERS))], None)
+        return _read(source, _family(source, (*FAMILIES, *WRAPPERS)), None)
     _refuse_architectures(source, "ForConditionalGeneration")
     return _wrapped(source, wrapper)
 
@@ -105,8 +110,19 @@ def _wrapped(source: Fields, wrapper: Wrapper) -> ModelConfig:
     outer = {"model_type": wrapper.default_family} | {key: data[key] for key in wrapper.outer if key in data}
     filled = inner | {key: value for key, value in outer.items() if inner.get(key) is None}
     text = Fields(filled, source.where) if is_flat else holder.inner(TEXT_CONFIG, filled)
-    family = FAMILIES[text.choice("model_type", tuple(FAMILIES))]
+    family = _family(text, tuple(FAMILIES))
     return _read(Fields({**family.sizes, **text.data}, text.where), family, wrapper)
+
+
+def _family(source: Fields, known: Sequence[str]) -> Family:
+    """The family that a config names. known: names for the message about another one."""
+    name, listed = source.data.get("model_type"), "one that triforce models --families lists"
+    if not isinstance(name, str):
+        source.refuse("model_type", listed)
+    if name not in FAMILIES:
+        nearest, why = get_close_matches(name, known, 1, cutoff=0)[0], _DECLINED.get(name, _UNKNOWN)
+        source.refuse("model_type", f"{listed}; the nearest name is {nearest}, but {why}")
+    return FAMILIES[name]
 
 
 def _read(source: Fields, family: Family, wrapper: Wrapper | None) -> ModelConfig:

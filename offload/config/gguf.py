@@ -19,7 +19,7 @@ from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_header import Header
-from offload.config.gguf_layers import INNER, KV_HEADS, LATENT_RANK
+from offload.config.gguf_layers import HEADS, INNER, KV_HEADS, LATENT_RANK, heads_of
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.model import ModelConfig
@@ -116,7 +116,7 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     vocab_size, hidden_size = header.tensors[TABLE].shape
     if values.integer("embedding_length") != hidden_size:
         values.refuse("embedding_length", f"the columns of {TABLE}, {hidden_size}")
-    heads = values.alike("attention.head_count")
+    heads = heads_of(values)[0] if HEADS in architecture.reads else values.alike(HEADS)
     head_dim = values.integer("attention.key_length", default=hidden_size // max(heads, 1))
     is_latent = LATENT_RANK in architecture.reads
     if not is_latent and values.integer("attention.value_length", default=head_dim) != head_dim:
@@ -128,7 +128,6 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
         "num_attention_heads": heads,
         "head_dim": head_dim,
         "max_position_embeddings": values.integer("context_length"),
-        architecture.norm_field: values.number(architecture.norm_key),
         "tie_word_embeddings": HEAD not in header.tensors,
         "dtype": _dtype(header),
         "bos_token_id": values.token("bos"),
@@ -136,6 +135,8 @@ def _fields(header: Header, architecture: Architecture) -> dict[str, object]:
     }
     if INNER not in architecture.reads:
         common["intermediate_size"] = _inner_size(values)
+    if architecture.norm_key:
+        common[architecture.norm_field] = values.number(architecture.norm_key)
     if KV_HEADS not in architecture.reads:
         common["num_key_value_heads"] = values.alike(KV_HEADS, heads)
     common |= rope_settings(values, head_dim)

@@ -7,21 +7,27 @@ from dataclasses import dataclass
 
 from offload.config.families.windows import FULL, WINDOWED
 from offload.config.gguf_experts import (
+    AFMOE,
+    COHERE2MOE,
     ERNIE_MOE,
     EXAONE_MOE,
     EXPERTS,
     GLM4MOE,
     GPT_OSS,
     HUNYUAN_MOE,
+    LAGUNA,
     LFM2MOE,
     MINIMAX_M2,
     QWEN2MOE,
     QWEN35MOE,
+    afmoe,
+    cohere2moe,
     ernie4_5_moe,
     exaone_moe,
     glm4moe,
     gpt_oss,
     hunyuan_moe,
+    laguna,
     lfm2moe,
     minimax_m2,
     olmoe,
@@ -46,11 +52,11 @@ _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
 @dataclass(frozen=True)
 class Architecture:
     """An architecture of llama.cpp. family: a name of FAMILIES. own: makes fields besides the common ones, from the
-    metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json.
-    neighbours: the converter put rows of q and k that are rotated together beside each other. has_one: it added 1 to
-    the weights of norms. halves_sections: where positions have sections, it put rows that are rotated together into
-    halves. tiled: it put value heads with a state in the order of their key heads. reads: keys that change the
-    arithmetic and that are read."""
+    metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json; ""
+    if `own` reads it. neighbours: the converter put rows of q and k that are rotated together beside each other.
+    has_one: it added 1 to the weights of norms. halves_sections: where positions have sections, it put rows that are
+    rotated together into halves. tiled: it put value heads with a state in the order of their key heads. reads: keys
+    that change the arithmetic and that are read."""
 
     family: str
     own: Own
@@ -226,5 +232,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
     "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, neighbours=True, reads=_SCALES | GRANITE_HYBRID),
+    "afmoe": Architecture("afmoe", afmoe, reads=AFMOE),
+    "laguna": Architecture("laguna", laguna, reads=LAGUNA),
+    "cohere2moe": Architecture("cohere2_moe", cohere2moe, "", reads=COHERE2MOE),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

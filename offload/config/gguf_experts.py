@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from offload.config.families.windows import FULL, WINDOWED
 from offload.config.gguf_fields import Metadata
-from offload.config.gguf_layers import WINDOW, WINDOWS, Fields, attention_bias, layer_types
+from offload.config.gguf_layers import HEADS, WINDOW, WINDOWS, Fields, attention_bias, heads_of, layer_types, number
+from offload.config.gguf_rope import share_of
 from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
 from offload.fields import whole
 
@@ -27,6 +29,9 @@ ERNIE_MOE = EXPERTS | {_SHARED_COUNT, SHARED_SIZE, _DENSE, _SCORING, _STEP}
 HUNYUAN_MOE = EXPERTS | {_SHARED_COUNT, SHARED_SIZE}
 QWEN2MOE = EXPERTS | {SHARED_SIZE}
 LFM2MOE = EXPERTS | CONVOLUTIONS | {_DENSE, _SCORING, _SCALE, _RENORMALISED}
+AFMOE = SIGMOIDS | WINDOWS | {SHARED_SIZE}
+LAGUNA = SIGMOIDS | WINDOWS | {SHARED_SIZE, HEADS}
+COHERE2MOE = GLM4MOE | WINDOWS | {SHARED_SIZE, "logit_scale"}
 
 
 def qwen3moe(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -87,6 +92,74 @@ def exaone_moe(values: Metadata, common: Mapping[str, object]) -> Fields:
         "num_shared_experts": values.integer(_SHARED_COUNT),
         "sliding_window": values.integer(WINDOW),
         "layer_types": layer_types(values, common, 4),
+    }
+
+
+def afmoe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Trinity. Embeddings are scaled: llama.cpp hardcodes that, and the file does not say it."""
+    _scored(values, SIGMOID, "sigmoids")
+    _adds_up(values)
+    return {
+        **experts(values),
+        "num_expert_groups": values.get(_GROUPS[0], whole(0, 1 << 12), 0) or 1,
+        "num_shared_experts": values.integer(_SHARED_COUNT),
+        "num_dense_layers": values.get(_DENSE, whole(0), 0),
+        "route_scale": values.optional(_SCALE) or 1.0,
+        "mup_enabled": True,
+        "sliding_window": values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 4),
+    }
+
+
+def laguna(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Laguna. Layers with a window have plain positions of their own. A gate has a row for each head, or for
+    each number of the heads."""
+    _scored(values, SIGMOID, "sigmoids")
+    _adds_up(values)
+    if values.integer(_SHARED_COUNT, default=1) != 1:
+        values.refuse(_SHARED_COUNT, "absent or 1: one network is beside the experts")
+    heads, dense, full = heads_of(values), values.get(_DENSE, whole(0), 0), common["rope_parameters"]
+    assert isinstance(full, Mapping)
+    gate, head_dim = values.header.tensors.get("blk.0.attn_gate.weight"), int(number(common, "head_dim"))
+    rotated = values.integer("rope.dimension_count_swa", default=head_dim)
+    local: Fields = {"rope_type": "default", "rope_theta": values.number(_LOCAL_THETA, full["rope_theta"])}
+    return {
+        **experts(values),
+        "gating": gate is None or gate.shape[0] == heads[0] or "per-element",
+        "num_attention_heads_per_layer": heads,
+        "shared_expert_intermediate_size": values.integer(SHARED_SIZE),
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(len(heads))],
+        "moe_routed_scaling_factor": values.optional(_SCALE) or 1.0,
+        "sliding_window": values.optional(WINDOW) and values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 4, full_first=True),
+        "rope_parameters": {FULL: full, WINDOWED: local | {"partial_rotary_factor": share_of(rotated, head_dim)}},
+    }
+
+
+def cohere2moe(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Cohere's mixtures of experts, which are RMS normed if the file has an epsilon for that. A next-token
+    head is left alone."""
+    _scored(values, SIGMOID, "sigmoids")
+    if values.optional(_SCALE) not in (None, 1.0):
+        values.refuse(_SCALE, "absent or 1.0")
+    eps = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon"}
+    norms: Fields = {field: found for field, key in eps.items() if (found := values.optional(key)) is not None}
+    if not norms:
+        values.refuse(eps["rms_norm_eps"], "a number over 0")
+    return {
+        **attention_bias(values, common),
+        **norms,
+        "num_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "intermediate_size": values.integer("expert_feed_forward_length"),
+        "prefix_dense_intermediate_size": common["intermediate_size"],
+        "first_k_dense_replace": values.get(_DENSE, whole(0), 0),
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": values.flag(_RENORMALISED, False),
+        "num_shared_experts": values.get(_SHARED_COUNT, whole(0, 1 << 12), 0),
+        "logit_scale": values.number("logit_scale"),
+        "sliding_window": values.integer(WINDOW),
+        "layer_types": layer_types(values, common, 4, full_first=True),
     }
 
 
@@ -179,6 +252,12 @@ def scoring(values: Metadata) -> int:
     """llama.cpp's number of scores; 0 if the file does not say it."""
     number: int = values.get(_SCORING, whole(0, 1 << 8), 0)
     return number
+
+
+def _adds_up(values: Metadata) -> None:
+    """Refuse weights that do not add up to 1."""
+    if not values.flag(_RENORMALISED, False):
+        values.refuse(_RENORMALISED, "true: weights of experts that do not add up to 1 are not implemented here")
 
 
 def experts(values: Metadata, *, used: str = "num_experts_per_tok") -> Fields:

@@ -92,7 +92,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "post_norm": names.after_input,
         **{f"attn_{letter}": f"{names.attention}{letter}_proj" for letter in "qkv"},
         "attn_qkv": names.fused_qkv or names.recurrence.part(0),
-        "attn_gate": names.recurrence.part(3),
+        "attn_gate": names.recurrence.part(3) if names.gate_has_queries else names.gate,
         "ssm_in": names.recurrence.part(0),
         "ssm_ba": names.recurrence.part(4),
         "ssm_beta": names.recurrence.part(4),

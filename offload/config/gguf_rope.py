@@ -23,12 +23,12 @@ def rope_settings(values: Metadata, head_dim: int) -> dict[str, object]:
     """The field `rope_parameters` of a config.json, and the fields beside it. Raises ModelError."""
     settings: dict[str, object] = {
         "rope_theta": values.number("rope.freq_base", _THETA),
-        "partial_rotary_factor": _share(values.integer("rope.dimension_count", default=head_dim), head_dim),
+        "partial_rotary_factor": share_of(values.integer("rope.dimension_count", default=head_dim), head_dim),
     }
     return {"rope_parameters": settings | _scaling(values)}
 
 
-def _share(rotated: int, head_dim: int) -> float:
+def share_of(rotated: int, head_dim: int) -> float:
     """The share of a head for which transformers' int(head_dim * share) is `rotated`."""
     share = rotated / head_dim
     return share if int(head_dim * share) == rotated else (rotated + 0.5) / head_dim
@@ -53,7 +53,7 @@ def _scaling(values: Metadata) -> dict[str, object]:
 
 def _yarn(values: Metadata) -> dict[str, object]:
     factor, attention = values.number("rope.scaling.factor"), values.optional("rope.scaling.attn_factor")
-    attention = values.optional("rope.scaling.yarn_attn_factor") if attention is None else attention
+    whole = values.optional("rope.scaling.yarn_attn_factor")  # the attention factor itself, as config.json has it
     settings: dict[str, object] = {"rope_type": "yarn", "factor": factor}
     for field, key in (
         ("original_max_position_embeddings", "rope.scaling.original_context_length"),
@@ -65,6 +65,8 @@ def _yarn(values: Metadata) -> dict[str, object]:
             settings[field] = int(value) if field.startswith("original") else value
     if "mscale_all_dim" in settings:
         settings["mscale"] = 1.0
+    elif whole is not None:
+        settings["attention_factor"] = whole
     elif attention is not None and attention != 1:  # a factor on the attention factor that follows from the scaling
         settings["attention_factor"] = attention * (1 + 0.1 * math.log(factor))
     return settings

@@ -133,7 +133,13 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
+        """The query heads of `block`; other layers may have more or fewer, as many as their KV heads divide."""
         return self.block.attention.num_heads
+
+    @cached_property
+    def head_counts(self) -> tuple[int, ...]:
+        """The distinct numbers of query heads of all layers."""
+        return tuple(dict.fromkeys(each.attention.num_heads for each in self.blocks if each.attends))
 
     @property
     def num_kv_heads(self) -> int:

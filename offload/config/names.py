@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from offload.config.block import Block
 
-LOW_QUERIES, LATENT_ROWS = "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
+QUERIES, LOW_QUERIES, LATENT_ROWS = "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class TensorNames:
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
     unused: tuple[str, ...] = ()
+
+    @property
+    def gate_has_queries(self) -> bool:
+        """Whether the gate of an attention is in the tensor of its queries."""
+        return self.gate == QUERIES
 
     def wrapped(self, body: str, head: str) -> TensorNames:
         """The names in a wrapper's checkpoint, which has these names for body and head."""

@@ -143,6 +143,7 @@ def chosen(
         scores, bias = scores + bias, None
     if experts.rounded != "none":
         scores = scores.to(dtype).float()
+    scores = scores if experts.score_cap is None else _capped(scores, experts.score_cap)
     shares, whole = _shares(experts, scores)
     if experts.rounded == "shares":
         shares = shares.to(dtype).float()
@@ -156,6 +157,11 @@ def chosen(
     total = _divisor(experts, weights.sum(1, keepdim=True)) if experts.renormalised else whole
     weights = (weights if total is None else weights / total) * experts.factors[0]
     return found, weights if scale is None else weights * scale[found]
+
+
+def _capped(scores: Tensor, cap: float) -> Tensor:
+    """c tanh(score / c), see `sigmoid`."""
+    return (2 * sigmoid(2 * scores / cap) - 1) * cap
 
 
 def _shares(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -140,6 +140,7 @@ def _run(
         experts.rounded != "none",
         experts.rounded == "shares",
         experts.score_scale,
+        experts.score_cap or 0.0,
         *experts.factors,
         experts.eps,
     )

@@ -1,4 +1,4 @@
-"""Heads of attention: norms of queries and keys over all heads together, including those of other ranks; gates."""
+"""Heads of an attention: norms of queries and keys over those of all ranks, and gates of their output."""
 
 from __future__ import annotations
 
@@ -29,9 +29,17 @@ def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -
     )
 
 
-def gated_heads(attended: Tensor, gate: Tensor, attention: Attention) -> Tensor:
-    """The output of heads times the sigmoid of their gate: [T, H * D] and [T, gate_size] -> [T, H * D]."""
+def gated_heads(attention: Attention, attended: Tensor, gate: Tensor) -> Tensor:
+    """The heads' output [T, H * D] times the rounded function of the gate's rows, [T, H * D] or of each head [T, H]."""
+    opened = gate.sigmoid() if attention.gate_function == "sigmoid" else _softplus(gate)
     if not attention.gates_heads:
-        return attended * gate.sigmoid()
-    by_head: Tensor = attended.unflatten(1, (-1, attention.head_dim)) * gate.sigmoid().unsqueeze(2)
-    return by_head.flatten(1)
+        return attended * opened
+    heads: Tensor = attended.unflatten(1, (-1, attention.head_dim))
+    return (heads * opened.unsqueeze(2)).flatten(1)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), in fp32 and rounded. torch's own gives the last numbers of a tensor other bits than the same ones
+    before."""
+    wide = x.float()
+    return ((-wide.abs()).exp().log1p() + wide.clamp_min(0)).to(x.dtype)

@@ -58,8 +58,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention: mixed = attention of the normed heads in qkv over their sequences' caches, times the gate's sigmoid
-    where the layer has a gate. Latent attention has three products of its own: of the queries, and by head before and
+    """Attention: mixed = attention of the normed heads in qkv over their sequences' caches, times the function of the
+    gate where the layer has one. Latent attention has three products of its own: of the queries, and by head before and
     after the cache attends."""
 
     attention: Attention

@@ -166,7 +166,7 @@ class NativeLayers:
         q, *own = heads
         k, v = own or (None, None)
         attended = caches.attend(layer, q, k, v)
-        return attended if gate is None else gated_heads(attended, gate, attention)
+        return attended if gate is None else gated_heads(attention, attended, gate)
 
     def _attend_latent(
         self, layer: int, step: Attend, latent: Latent, room: _Room, num_rows: int, caches: MixRows

@@ -142,7 +142,7 @@ class TorchLayers:
                 q, k = normed_heads(q, weights.q_norm, size), normed_heads(k, weights.k_norm, size)
             heads, none = [q, k, v], []
         attended = attend(*(rows.unflatten(1, (-1, own.head_dim)) for rows in heads), *none)
-        return gated_heads(attended, others[0], own) if own.gate else attended
+        return gated_heads(own, attended, others[0]) if own.gate else attended
 
 
 def _latent(

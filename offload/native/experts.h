@@ -14,7 +14,7 @@
 // fp32, or null. Scratch: normed [rows, inputs], scores [rows, num_scores], line_of [rows, used], row_of and expert_of
 // [lines], starts [2, count]. chosen, weights: [rows, used], of each row the first rank first. beside: [rows, outputs],
 // added to the sum, or null. out: [rows, outputs]. inputs and outputs are multiples of 16. The numbers from `renormalised`
-// on are those of config.block.Experts; groups: at most 64. factor, sum_factor, both_factor: its factors.
+// on are those of config.block.Experts; groups: at most 64; score_cap: 0 for none. factor, sum_factor, both_factor: its factors.
 struct Experts {
     Product scored, gate_up, down;
     const int32_t* bank_place;
@@ -26,7 +26,7 @@ struct Experts {
     void* out;
     int64_t step, count, num_scores, used, lines, renormalised, sigmoid, biased;
     int64_t needs_softmax, ranks_scores, groups, groups_used, group_best, floored, rounds_scores, rounds_shares;
-    double score_scale, factor, sum_factor, both_factor, eps;
+    double score_scale, score_cap, factor, sum_factor, both_factor, eps;
 };
 
 namespace experts {
@@ -135,6 +135,9 @@ void choose(const Experts& e, int64_t row) {
         for (int64_t expert = 0; expert < e.count; expert++) scores[expert] += e.router_bias[expert];
     if (e.rounds_scores)
         for (int64_t expert = 0; expert < e.count; expert++) scores[expert] = rounded<E>(scores[expert]);
+    if (const float cap = float(e.score_cap))
+        for (int64_t expert = 0; expert < e.count; expert++)
+            scores[expert] = (2 * sigmoid(2 * scores[expert] / cap) - 1) * cap;
     if (!e.ranks_scores) make_shares<E>(e, scores);
     rank_experts(e, scores, chosen);
     if (e.ranks_scores) make_shares<E>(e, scores);

@@ -123,7 +123,7 @@ class Experts(ctypes.Structure):
         *_integers("step", "count", "num_scores", "used", "lines", "renormalised", "sigmoid", "biased"),
         *_integers("needs_softmax", "ranks_scores", "groups", "groups_used", "group_best", "floored"),
         *_integers("rounds_scores", "rounds_shares"),
-        *((name, c_double) for name in ("score_scale", "factor", "sum_factor", "both_factor", "eps")),
+        *((name, c_double) for name in ("score_scale", "score_cap", "factor", "sum_factor", "both_factor", "eps")),
     ]
 
 

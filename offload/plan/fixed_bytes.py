@@ -73,7 +73,7 @@ def _rope_bytes(sizing: Sizing, model: ModelConfig, capacity: int) -> int:
 def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
     """Bytes of the largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities.
     gamma: None without logits."""
-    target, item, heads = sizing.shard, sizing.itemsize, sizing.shard.num_heads
+    target, item, heads = sizing.shard, sizing.itemsize, max(sizing.shard.head_counts)
     tile_tokens = sizing.tile_tokens(capacity)
     block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
         _network_bytes(sizing, kind) for kind, _ in target.kinds
@@ -141,7 +141,7 @@ def _attention_bytes(sizing: Sizing, capacity: int, composition: Composition, *,
     size = _partial_bytes(target, rows, spans)
     if composition.mass_chunk:
         parts = _all_tokens(sizing, capacity) // min(composition.chunk, MASS_TOKENS)
-        size += rows * target.num_heads * parts * 4 * 3 // 2
+        size += rows * max(target.head_counts) * parts * 4 * 3 // 2
     if composition.budget and composition.kv_bits == 16:
         held = composition.budget + tail_tokens(composition)
         size += _partial_bytes(target, min(composition.drafted, FEW_ROWS), -(-held // PAGE_TOKENS))
@@ -175,4 +175,4 @@ def _padded(sizing: Sizing, num_rows: int) -> int:
 
 def _partial_bytes(model: ModelConfig, rows: int, num_spans: int) -> int:
     """Bytes of the fp32 attention results of `rows` rows: of `num_spans` spans, and merged."""
-    return rows * model.num_heads * (num_spans + 1) * (model.head_dim + 2) * 4
+    return rows * max(model.head_counts) * (num_spans + 1) * (model.head_dim + 2) * 4

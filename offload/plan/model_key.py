@@ -27,6 +27,7 @@ def key_of(config: ModelConfig, dtype: str) -> str:
     form = "" if config.is_llama_shaped else f" {config.family}"
     form += " values=keys" if attention.values_are_keys else ""
     form += f" latent={attention.latent.rank}" if attention.latent else ""
+    form += f" heads={','.join(map(str, config.head_counts))}" if len(config.head_counts) > 1 else ""
     stored = *config.block.encodings.every, config.head_encoding
     form += f" stored={','.join(stored)}" if any(stored) else ""
     return f"{named}{form} {dtype} kernels={os.environ.get(KERNELS) or 'on'}"

@@ -96,10 +96,11 @@ def check_divides(config: ModelConfig, num_ranks: int) -> None:
     kinds = [kind for kind, _ in config.kinds]
     if not all(_divides(kind, num_ranks) for kind in kinds):
         usable = [number for number in range(1, MAX_RANKS + 1) if all(_divides(kind, number) for kind in kinds)]
+        heads = " and ".join(map(str, config.head_counts))
         kv_heads = " and ".join(map(str, dict.fromkeys(kind.num_kv_heads for kind in kinds if kind.block.attends)))
         states = f", {' '.join(map(str, _units(config.recurrence)))}" if config.recurrence is not None else ""
         raise UsageError(
-            f"gpus is {num_ranks}, and {config.num_heads} heads, {kv_heads} KV heads{states} and "
+            f"gpus is {num_ranks}, and {heads} heads, {kv_heads} KV heads{states} and "
             f"{_rows(config)} feed-forward rows of the model{_in_blocks(config)} do not divide so; "
             f"--gpus may be {', '.join(map(str, usable))}"
         )

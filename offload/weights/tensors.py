@@ -159,7 +159,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     attention, names = whole.block.attention, whole.names
     fused, gate = names.fused_qkv, names.gate
     heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
-    if attention.gate and gate == f"{names.attention}q_proj":  # each head's query, then its gate
+    if attention.gate and names.gate_has_queries:  # each head's query, then its gate
         both = [range(2 * head * dim, 2 * (head + 1) * dim) for head in heads]
         yield from (Source(gate, rows[:dim], rotates=True) for rows in both)
         keys, values = (f"{names.attention}{letter}_proj" for letter in "kv")

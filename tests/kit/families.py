@@ -137,6 +137,11 @@ TEMPERED = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 ERNIE_EXPERTS: dict[str, object] = {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 16, "moe_num_shared_experts": 2,
 }  # fmt: skip
+COHERE_EXPERTS: dict[str, object] = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16}
+LAGUNA_ROPES = {
+    "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+}
 PARTIAL = {"rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.5}
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 TINY: dict[str, Tiny] = {
@@ -391,6 +396,26 @@ TINY: dict[str, Tiny] = {
         "afmoe", **EXPERTS | {"num_experts_per_tok": 1}, num_hidden_layers=3, sliding_window=14, num_shared_experts=2,
         num_dense_layers=0, num_key_value_heads=1, tie_word_embeddings=True,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "laguna": _with(
+        "laguna", **EXPERTS, num_hidden_layers=4, sliding_window=9, shared_expert_intermediate_size=24,
+        num_attention_heads_per_layer=[4, 6, 6, 6], layer_types=["full_attention"] + ["sliding_attention"] * 3,
+        moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=1.5, rope_parameters=LAGUNA_ROPES,
+    ),
+    "laguna, of full width": _with(
+        "laguna", **EXPERTS | {"num_experts_per_tok": 1}, num_hidden_layers=3, shared_expert_intermediate_size=32,
+        sliding_window=0, gating="per-element", num_key_value_heads=1, num_attention_heads_per_layer=[4, 2, 3],
+        mlp_layer_types=["dense", "dense", "sparse"], tie_word_embeddings=True, rope_parameters=None,
+    ),
+    "cohere2_moe": _with(
+        "cohere2_moe", **COHERE_EXPERTS, num_hidden_layers=6, sliding_window=9, expert_selection_fn="sigmoid",
+        norm_topk_prob=False, rms_norm_eps=1e-5, first_k_dense_replace=1, prefix_dense_intermediate_size=48,
+        num_shared_experts=1, logit_scale=0.7, tie_word_embeddings=False,
+    ),
+    "cohere2_moe, of a softmax": _with(
+        "cohere2_moe", **COHERE_EXPERTS, num_hidden_layers=4, sliding_window=12, first_k_dense_replace=2,
+        prefix_dense_sliding_window_pattern=2, num_shared_experts=2, shared_expert_combination_strategy="sum",
+        attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True, sliding_window_pattern=2,
     ),
     "olmoe": _with("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=16, head_dim=...),
     "olmoe, renormalised": _with(

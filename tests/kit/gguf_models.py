@@ -40,7 +40,9 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "exaone_moe": "exaone-moe", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "solar_open": "glm4moe",
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe", "granitemoehybrid": "granitehybrid",
     "glm4_moe_lite": "deepseek2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "mistral4": "mistral4",
+    "afmoe": "afmoe", "laguna": "laguna", "cohere2_moe": "cohere2moe",
 }  # fmt: skip
+LIKE = {"laguna": "exaone-moe", "cohere2moe": "exaone-moe"}  # whose names the package has
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
@@ -53,7 +55,8 @@ OF_HEAD = {  # parts of a next-token head beside its layer
 }  # fmt: skip
 WHOLE_NAMES = {  # in a layer; the package has none for them
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
-    "layer_scalar": "layer_output_scale.weight",
+    "layer_scalar": "layer_output_scale.weight", "self_attn.g_proj.weight": "attn_gate.weight",
+    "mlp.experts.e_score_correction.bias": "exp_probs_b.bias", "mlp.expert_bias": "exp_probs_b.bias",
 }  # fmt: skip
 UNLISTED = {"lm_head.weight": "output.weight"}  # of LFM2's mixtures, which llama.cpp reads nevertheless
 LAYER_NORM = {
@@ -62,6 +65,7 @@ LAYER_NORM = {
     "starcoder2": "norm_epsilon",
     "nemotron": "norm_eps",
     "nemotron_h": "layer_norm_epsilon",
+    "cohere2_moe": "layer_norm_eps",
 }
 BESIDE_TEXT = re.compile(r"visual\.|vision_tower\.|audio_tower\.")
 NUMBERS_SIZE = 0.05  # of random blocks, as a root of their mean square
@@ -97,7 +101,7 @@ def write_gguf(
         _tokenizer(writer, tokenizer, config["vocab_size"])
     if change:
         change(writer)
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch))
     names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     tensors = {
         text_name(name): tensor.float()
@@ -170,7 +174,7 @@ def stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         before, _, rest = name.partition(".experts.")
         number, _, part = rest.partition(".")
-        if not rest:
+        if not rest or rest.endswith("correction_bias"):
             found[name] = tensor
         elif number.isdecimal():
             parts.setdefault(f"{before}.experts.{part}", {})[int(number)] = tensor
@@ -257,11 +261,13 @@ def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def in_layer(name: str) -> str:
     """llama.cpp's name of a tensor of a layer that the package has no name for: of all experts, and WHOLE_NAMES."""
     number, _, part = name.removeprefix("model.layers.").removeprefix("backbone.layers.").partition(".")
+    if part in WHOLE_NAMES:
+        return f"blk.{number}.{WHOLE_NAMES[part]}"
     matrix, _, kind = f".{part}".partition(".experts.")[2].partition(".")
     if matrix:
         matrix = {"w1": "gate", "w2": "down", "w3": "up"}.get(matrix, matrix)
         return f"blk.{number}.ffn_{matrix.removesuffix('_proj')}_exps.{kind}"
-    return f"blk.{number}.{WHOLE_NAMES[part]}" if part in WHOLE_NAMES else ""
+    return ""
 
 
 def num_blocks(config: dict[str, Any]) -> int:
@@ -410,17 +416,17 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
     writer.add_block_count(num_blocks(config))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
-    if "intermediate_size" in config and arch not in NEMOTRON_H:
-        writer.add_feed_forward_length(_inner_sizes(config))
-    writer.add_head_count(heads)
+    if arch not in NEMOTRON_H and (inner := _first(config, "prefix_dense_intermediate_size", "intermediate_size")):
+        writer.add_feed_forward_length(inner if "prefix_dense_intermediate_size" in config else _inner_sizes(config))
+    writer.add_head_count(config["num_attention_heads_per_layer"] if arch == "laguna" else heads)
     if arch in CONVOLVED:
         _convolutions(writer, config)
     elif arch != "gemma4" and config["model_type"] not in MAMBA:
         writer.add_head_count_kv(1 if arch in LATENT and not joins_latent else config["num_key_value_heads"])
     if config["model_type"] in LAYER_NORM:
         writer.add_layer_norm_eps(config[LAYER_NORM[config["model_type"]]])
-    else:
-        writer.add_layer_norm_rms_eps(config["norm_eps" if arch in CONVOLVED else "rms_norm_eps"])
+    if (eps := config.get("norm_eps" if arch in CONVOLVED else "rms_norm_eps")) is not None:
+        writer.add_layer_norm_rms_eps(eps)
     if arch in LATENT:
         _latent(writer, config, joins_latent=joins_latent)
     elif config.get("head_dim") and arch not in ("granite", "gemma4"):
@@ -445,6 +451,8 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if arch in ("glm4moe", "exaone-moe", "nemotron_h_moe", *LATENT):
         _sigmoid_experts(writer, config)
+    if arch in OF_MIXTURES:
+        OF_MIXTURES[arch](writer, config)
     if arch == "minimax-m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch == "ernie4_5-moe":
@@ -460,7 +468,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
             writer.add_num_deepstack_layers(1)
     if arch in STATEFUL:
         _states(writer, config, rope)
-    if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "minimax-m2", "nemotron", "cohere2", *STATEFUL):
+    if arch in (*PERMUTED, "phi3", "glm4", "glm4moe", "minimax-m2", "nemotron", "cohere2", "laguna", *STATEFUL):
         writer.add_rope_dimension_count(int(share * head_dim))
     _rope_scaling(writer, config, rope, arch)
     for key, add in (
@@ -482,9 +490,10 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
         "phi3",
         "gpt-oss",
         "gemma4",
+        *OF_MIXTURES,
     ):
         writer.add_sliding_window(window)
-        if types and arch in ("olmo2", "exaone4", "exaone-moe", "gemma4"):
+        if types and arch in ("olmo2", "exaone4", "exaone-moe", "gemma4", "cohere2moe"):
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in types])
     elif arch == "phi3":
         writer.add_sliding_window(0)
@@ -530,6 +539,39 @@ def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_ssm_group_count(_first(config, "n_groups", "mamba_n_groups"))
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * _first(config, "mamba_head_dim", "mamba_d_head"))
+
+
+def _trinity_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config["route_scale"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _laguna_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    share = config["rope_parameters"]["sliding_attention"].get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count_swa(int(config["head_dim"] * share))
+
+
+def _cohere_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if count := config["num_shared_experts"]:
+        writer.add_expert_shared_count(count)
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"] * count)
+
+
+OF_MIXTURES = {"afmoe": _trinity_experts, "laguna": _laguna_experts, "cohere2moe": _cohere_experts}
 
 
 def _first(config: dict[str, Any], *keys: str) -> Any:
@@ -638,6 +680,8 @@ def _rope_scaling(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[st
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
         for key, add in (
             ("beta_fast", writer.add_rope_scaling_yarn_beta_fast), ("beta_slow", writer.add_rope_scaling_yarn_beta_slow)
         ):  # fmt: skip

@@ -7,6 +7,7 @@ from offload.config.families import (
     arcee,
     cohere,
     cohere2,
+    cohere2_moe,
     deepseek,
     ernie4_5,
     ernie4_5_moe,
@@ -23,6 +24,7 @@ from offload.config.families import (
     granite,
     granitemoehybrid,
     hunyuan,
+    laguna,
     lfm2,
     lfm3,
     llama,
@@ -57,7 +59,7 @@ _MODULES = (
     llama, mistral, qwen, qwen2_moe, qwen3_moe, qwen3_next, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5,
     ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
     cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, gemma4_assistant, arcee, exaone4, exaone_moe, ministral3,
-    starcoder2, muse_glimmer, afmoe, lfm2, lfm3, nemotron_h, granitemoehybrid, deepseek, mistral4,
+    starcoder2, muse_glimmer, afmoe, laguna, cohere2_moe, lfm2, lfm3, nemotron_h, granitemoehybrid, deepseek, mistral4,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

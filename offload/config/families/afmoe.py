@@ -52,7 +52,7 @@ def describe(source: Fields) -> ModelConfig:
 FAMILIES = (
     Family(
         "afmoe",
-        "Trinity Nano, Mini and Large: mixtures of experts, as folders",
+        "Trinity Nano, Mini and Large: mixtures of experts",
         describe,
         READS | {*_GROUPS, _PERIOD, _SHARED, _DENSE, _FACTOR, _SCALED},
     ),

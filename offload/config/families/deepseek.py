@@ -4,8 +4,16 @@ runs through, after a few dense layers. The next-token head of V3's form is a fu
 from __future__ import annotations
 
 from offload.config.families.common import Defaults, Family
-from offload.config.families.exaone_moe import dense_layers
-from offload.config.families.experts import FACTOR, NORMED, READS, SIGMOIDS, read_experts, read_sigmoids, with_groups
+from offload.config.families.experts import (
+    FACTOR,
+    NORMED,
+    READS,
+    SIGMOIDS,
+    dense_layers,
+    read_experts,
+    read_sigmoids,
+    with_groups,
+)
 from offload.config.families.glm4_moe import COUNTS, DENSE, HEADS, SHARED, with_head
 from offload.config.families.latent import LATENT, latent_decoder
 from offload.config.model import ModelConfig
@@ -40,7 +48,8 @@ def describe_v3(source: Fields) -> ModelConfig:
 def describe_lite(source: Fields) -> ModelConfig:
     config = latent_decoder(source, "glm4_moe_lite", Defaults(max_positions=202752, eps=1e-5))
     experts = read_sigmoids(source, config, counts=COUNTS, factor=1.8)
-    return with_head(_of_sigmoids(source), config, experts, dense=dense_layers(source, config.num_layers))
+    dense = dense_layers(source, config.num_layers, source.get(DENSE, whole(0), 1))
+    return with_head(_of_sigmoids(source), config, experts, dense=dense)
 
 
 def _of_sigmoids(source: Fields) -> Fields:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from offload.config.families import exaone4
 from offload.config.families.common import Family
-from offload.config.families.experts import READS, SIGMOIDS, read_sigmoids, with_experts
+from offload.config.families.experts import MLP_TYPES, READS, SIGMOIDS, dense_layers, read_sigmoids, with_experts
 from offload.config.families.windows import PERIOD
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
 from offload.fields import Fields, whole
 
-_SHARED, _DENSE, _TYPES, _FLAGS = "num_shared_experts", "first_k_dense_replace", "mlp_layer_types", "is_moe_layer"
+_SHARED, _DENSE, _FLAGS = "num_shared_experts", "first_k_dense_replace", "is_moe_layer"
 _NAMES = TensorNames(experts=ExpertNames(bias="mlp.e_score_correction_bias", network="mlp.shared_experts."))
 
 
@@ -21,19 +21,15 @@ def describe(source: Fields) -> ModelConfig:
     config = replace(exaone4.described(source, "exaone_moe"), names=_NAMES)
     experts = read_sigmoids(source, config, factor=2.5)
     beside = experts.network.size * source.integer(_SHARED, 1 << 12, default=1)
-    return with_experts(config, experts, beside=beside, dense=dense_layers(source, config.num_layers))
+    return with_experts(config, experts, beside=beside, dense=_dense_layers(source, config.num_layers))
 
 
-def dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
-    """The layers without experts: as a list names the kind of each layer, else the first ones."""
-    dense = frozenset(range(min(source.get(_DENSE, whole(0), 1), num_layers)))
-    if types := source.data.get(_TYPES):
-        if not isinstance(types, list) or len(types) != num_layers or not {*types} <= {"dense", "sparse"}:
-            source.refuse(_TYPES, f'a list of {num_layers}, "dense" or "sparse" for each layer')
-        dense = frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+def _dense_layers(source: Fields, num_layers: int) -> frozenset[int]:
+    """The layers without experts, which a list of flags may name, too."""
+    dense = dense_layers(source, num_layers, source.get(_DENSE, whole(0), 1))
     flags = [layer not in dense for layer in range(num_layers)]
     if source.data.get(_FLAGS) not in (None, flags):
-        source.refuse(_FLAGS, f"absent or as {_TYPES} and {_DENSE} have it")
+        source.refuse(_FLAGS, f"absent or as {MLP_TYPES} and {_DENSE} have it")
     return dense
 
 
@@ -42,6 +38,6 @@ FAMILIES = (
         "exaone_moe",
         "K-EXAONE 236B-A23B: mixture of experts",
         describe,
-        READS | SIGMOIDS | {PERIOD, _SHARED, _DENSE, _TYPES, _FLAGS},
+        READS | SIGMOIDS | {PERIOD, _SHARED, _DENSE, MLP_TYPES, _FLAGS},
     ),
 )

@@ -15,6 +15,7 @@ READS = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok", "m
 GROUPS = ("n_group", "topk_group")
 FACTOR, NORMED = "routed_scaling_factor", "norm_topk_prob"
 SIGMOIDS = frozenset((*GROUPS, FACTOR, NORMED))
+MLP_TYPES = "mlp_layer_types"
 
 
 def read_experts(
@@ -67,3 +68,12 @@ def with_experts(
     made = {own: change(own) for own in set(config.blocks)}
     blocks = tuple(own if at in dense else made[own] for at, own in enumerate(config.blocks))
     return replace(config, blocks=blocks)
+
+
+def dense_layers(source: Fields, num_layers: int, first: int) -> frozenset[int]:
+    """The layers without experts: as a list names the kind of each layer, else the `first` ones."""
+    if not (types := source.data.get(MLP_TYPES)):
+        return frozenset(range(min(first, num_layers)))
+    if not isinstance(types, list) or len(types) != num_layers or not {*types} <= {"dense", "sparse"}:
+        source.refuse(MLP_TYPES, f'a list of {num_layers}, "dense" or "sparse" for each layer')
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")

@@ -94,6 +94,7 @@ def choose_experts(
     FLOORED: tl.constexpr,  # that sum is at least EPS, which is not added to it
     ROUNDS_SCORES: tl.constexpr,
     ROUNDS_SHARES: tl.constexpr,
+    CAP: tl.constexpr,  # of scores; 0: no cap
     SCALED: tl.constexpr,  # each expert has a factor of its own
     PADS: tl.constexpr,  # some rows are padding
     PADDED: tl.constexpr,  # at least E, a power of two
@@ -111,6 +112,8 @@ def choose_experts(
         score += tl.load(bias + expert, mask=left, other=0.0)
     if ROUNDS_SCORES:
         score = score.to(like.dtype.element_ty).to(tl.float32)
+    if CAP:
+        score = tl.where(left, (2 / (1 + tl.exp(-2 * score / CAP)) - 1) * CAP, score)
     power = 1 / (1 + tl.exp(-score)) if SIGMOID else tl.exp(score - tl.max(score, 0))
     if SOFTMAX:
         power = power / tl.sum(power, 0)

@@ -164,6 +164,7 @@ def choose(
         SOFTMAX=experts.needs_softmax, RANKS_SCORES=experts.ranks_scores, GROUPS=experts.groups,
         GROUPS_USED=experts.groups_used, GROUP_BEST=experts.group_best, EPS=experts.eps, FLOORED=experts.floored,
         ROUNDS_SCORES=experts.rounded != "none", ROUNDS_SHARES=experts.rounded == "shares", SCALED=experts.scaled,
+        CAP=experts.score_cap or 0.0,
         PADS=real is not None, PADDED=_padded(count), GROUPS_PADDED=_padded(experts.groups),
         USED_PADDED=_padded(used), num_warps=1,
     )  # fmt: skip

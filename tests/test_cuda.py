@@ -20,13 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kit.asked import Asked, alone, together  # noqa: E402
-from offload.config.block import DeltaRule  # noqa: E402
+from offload.config.block import DeltaRule, Recurrence, ShortConvolution  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
+from offload.kernels.convolution import short_convolution  # noqa: E402
 from offload.kernels.delta import delta_rule as by_torch  # noqa: E402
 from offload.kernels.norms import NormWeights  # noqa: E402
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence  # noqa: E402
@@ -291,7 +292,7 @@ def delta_weights(delta: DeltaRule) -> RecurrenceWeights:
 
 
 def in_passes(
-    delta: DeltaRule,
+    delta: Recurrence,
     weights: RecurrenceWeights,
     rows: torch.Tensor,
     counts: list[int],
@@ -313,6 +314,29 @@ def in_passes(
     return [torch.cat(out), held.state, held.inputs[: delta.width - 1]]
 
 
+DIVIDED = (
+    ([1] * 150, ""),
+    ([1, 16, 7, 63, 63], "graph"),
+    ([2, 64, 64, 20], ""),
+    ([150], "prefill"),
+    ([31, 19, 100], "prefill"),
+)
+
+
+def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are_divided() -> None:
+    """With sizes of LFM2 and LFM3, and with odd ones."""
+    run = gpu_kernels(torch.device(DEVICE)).recurrences[ShortConvolution]
+    for own in (ShortConvolution(2048), ShortConvolution(2048, 7), ShortConvolution(33, 4, taps_bias=True)):
+        bias = torch.randn(own.channels, device=DEVICE) if own.taps_bias else None
+        weights = RecurrenceWeights(torch.randn(own.width, own.channels, device=DEVICE), taps_bias=bias)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            rows = torch.randn(150, sum(own.parts), device=DEVICE).to(dtype)
+            wanted = in_passes(own, weights, rows, [75, 75], short_convolution)
+            for counts, kind in DIVIDED:
+                found = in_passes(own, weights, rows, counts, run, kind)
+                assert all(map(torch.equal, found, wanted)), (own, dtype, counts, kind)
+
+
 def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:
     """With sizes of a 9B and a 27B, and with odd ones."""
     kernels = gpu_kernels(torch.device(DEVICE)).recurrences[DeltaRule]
@@ -325,13 +349,7 @@ def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tok
             near = 4 * torch.finfo(dtype).eps
             assert (found[0].float() - wanted[0].float()).abs().max() <= (near + 1e-4) * wanted[0].float().abs().max()
             assert (found[1] - wanted[1]).abs().max() < 1e-4
-            for counts, kind in (
-                ([1] * 150, ""),
-                ([1, 16, 7, 63, 63], "graph"),
-                ([2, 64, 64, 20], ""),
-                ([150], "prefill"),
-                ([31, 19, 100], "prefill"),
-            ):
+            for counts, kind in DIVIDED:
                 again = in_passes(delta, weights, rows, counts, kernels, kind)
                 assert all(map(torch.equal, again, found)), (delta, dtype, counts, kind)
 

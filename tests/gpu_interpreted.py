@@ -415,7 +415,7 @@ def test_rows_of_halves_are_written_and_attended_to(
     room = normal(2, pages, 1, page, dim // 2, seed=7, dtype=dtype)
     room.transpose(1, 2).flatten(2, 3)[:, :, at:] = torch.nan
     q, row = normal(num_rows, heads, dim, seed=1, dtype=dtype), normal(num_rows, 1, dim, seed=2, dtype=dtype)
-    scoring = Scoring(turning(dim, dtype), 0.3, joined=True)
+    scoring = Scoring(turning(16, dtype), 0.3, joined=True)  # the first 8 numbers of each half
     attention = Unwritten(dtype=dtype, span=64, chunk=chunk)
     attention.begin(Rows(q, row, row, scoring, position, at), [pages * page], masses=True)
     run = Run(room, pages * page)

@@ -64,7 +64,7 @@ def normal(*size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def scoring(dim: int, dtype: torch.dtype) -> Scoring:
-    rope = RopeTable(*(normal(80, 2 * dim, seed=seed, dtype=dtype) for seed in (7, 8)))
+    rope = RopeTable(*(normal(80, 16, seed=seed, dtype=dtype) for seed in (7, 8)))  # the first 8 of each half turn
     return Scoring(rope, 0.5 * dim**-0.5, joined=True)
 
 
@@ -133,6 +133,15 @@ def test_masses_of_all_heads_are_of_one_row() -> None:
     assert found[0].shape == (3, 1, PAGES * PAGE // 8)
     assert_close(found[0].sum(2), torch.full((3, 1), float(HEADS)))
     assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_narrow_table_is_a_wide_one_whose_other_pairs_stay() -> None:
+    rope, x, wide = scoring(24, torch.float32).rope, normal(5, 3, 48, seed=9), torch.ones(80, 2, 24)
+    cos, sin = wide.clone(), wide * 0
+    cos[..., :8], sin[..., :8] = (part.unflatten(1, (2, -1)) for part in (rope.cos, rope.sin))
+    own, other = (table.rotated(x, x, 7)[1] for table in (rope, RopeTable(cos.flatten(1), sin.flatten(1))))
+    assert torch.equal(own, other)
+    assert not torch.equal(own, x)
 
 
 # Products of single heads.

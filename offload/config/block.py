@@ -120,6 +120,11 @@ class Attention:
         return self.head_dim if self.latent is None else self.head_dim // 2
 
     @property
+    def table_dim(self) -> int:
+        """Numbers of a position in the table of rotations; of latent attention, of those with positions alone."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.kv_dim
 

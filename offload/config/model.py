@@ -435,9 +435,9 @@ class ModelConfig:
 
     @cached_property
     def tables(self) -> frozenset[tuple[Rope | None, int]]:
-        """The distinct pairs of rotary positions and head_dim: each pair has a table of its own."""
+        """The distinct pairs of rotary positions and numbers of a position: each pair has a table of its own."""
         attended = (block.attention for block in self.blocks if block.attends)
-        return frozenset((each.rope, each.head_dim) for each in attended)
+        return frozenset((each.rope, each.table_dim) for each in attended)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""

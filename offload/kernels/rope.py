@@ -24,8 +24,9 @@ class RopeTable:
     """A table of rotations: cos, sin [num_positions, D], fp32 unless rounded by `to`, for positions 0, 1, ..., times
     the attention scaling.
 
-    The first D/2 columns of `sin` are -sin, the others +sin, as `rotate` expects. growth: [num_positions], factors of
-    rotated queries; None for no factors.
+    The first D/2 columns of `sin` are -sin, the others +sin, as `rotate` expects. A table may be narrower than heads:
+    then the first numbers of both halves of a head are rotated. growth: [num_positions], factors of rotated queries;
+    None for no factors.
     """
 
     cos: Tensor
@@ -103,8 +104,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, H, D] (any float dtype, may be a view) by cos, sin [T, D] of a RopeTable -> new [T, H, D].
 
     The tables are rounded to x's dtype first and every operation rounds separately, so the bits equal those of
-    transformers. There is no fused multiply-add, whose rounding could depend on a row's place in memory.
+    transformers. There is no fused multiply-add, whose rounding could depend on a row's place in memory. A narrower
+    table rotates the first numbers of both halves of D.
     """
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        turned, still = x.unflatten(-1, (2, -1)).split([width // 2, (x.shape[-1] - width) // 2], -1)
+        turned = rotate(turned.flatten(-2), cos, sin).unflatten(-1, (2, -1))
+        return torch.cat([turned, still], -1).flatten(-2)
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
@@ -158,7 +164,7 @@ def rope_table(
     rope: of some of the model's layers; None for no rotation. capacity: see `inverse_frequencies`. Numbers that are not
     rotated have cos 1 and sin 0. Temporary memory: the same number of bytes on the host.
     """
-    half, positions = config.head_dim // 2, torch.arange(num_positions, dtype=torch.float32)
+    half, positions = config.block.attention.table_dim // 2, torch.arange(num_positions, dtype=torch.float32)
     if rope is None:
         shape = num_positions, 2 * half
         return RopeTable(torch.ones(shape, device=device), torch.zeros(shape, device=device))

@@ -51,6 +51,7 @@ class SpanAttention:
         a.sink_logits = None if scoring.sink_logits is None else scoring.sink_logits.data_ptr()
         r.q, r.k, r.v = rows.q.data_ptr(), None, rows.v.data_ptr()
         r.cos, r.sin = rope.cos.data_ptr(), rope.sin.data_ptr()
+        r.width = rope.cos.shape[1]
         r.growth = None if rope.growth is None else rope.growth.data_ptr()
         r.q_weight, r.k_weight = (None, None) if scoring.weights is None else (w.data_ptr() for w in scoring.weights)
         r.q_stride, r.k_stride, r.v_stride = rows.q.stride(0), rows.k.stride(0), rows.v.stride(0)

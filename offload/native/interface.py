@@ -107,7 +107,7 @@ class Rotation(ctypes.Structure):
     _fields_ = [
         *_pointers("q", "k", "v", "cos", "sin", "growth", "q_weight", "k_weight", "queries", "runs"),
         *_integers("count", "q_stride", "k_stride", "v_stride", "rows", "group", "kv_heads", "head_dim"),
-        *_integers("joined", "position", "last", "index"),
+        *_integers("joined", "width", "position", "last", "index"),
     ]
 
 

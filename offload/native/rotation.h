@@ -5,7 +5,7 @@
 #include "vectors.h"
 
 // q [T, G * H, D], k and v [T, H, D] in rows of so many elements; k null: queries only. cos, sin: the tables of all
-// positions, [n, D]. growth: what queries at these are multiplied by once they are rotated, [n], or null. q_weight,
+// positions, [n, width]; of each half of a head the first width / 2 numbers are rotated, D / 2 or fewer. growth: what queries at these are multiplied by once they are rotated, [n], or null. q_weight,
 // k_weight: what rotated heads are multiplied by, [D], or null. position: of row 0 in the tables; no row is rotated by a
 // later one than `last`. index: of row 0 among the runs' tokens. A row is written where a run has room for its index.
 // joined: k has a token's whole row, whose halves are written where keys and values of other attentions are; v is not
@@ -24,7 +24,7 @@ struct Rotation {
     int64_t count;  // of the runs
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, group, kv_heads, head_dim;
-    int64_t joined;
+    int64_t joined, width;
     int64_t position, last, index;
 };
 
@@ -32,10 +32,13 @@ namespace rotation {
 
 template <class E>
 inline float turned(const typename E::element* x, const typename E::element* cos, const typename E::element* sin,
-                    int d, int dim) {
-    const int other = d < dim / 2 ? d + dim / 2 : d - dim / 2;
-    const float straight = rounded<E>(E::widen_one(x[d]) * E::widen_one(cos[d]));
-    const float across = rounded<E>(E::widen_one(x[other]) * E::widen_one(sin[d]));
+                    int d, int dim, int width) {
+    const bool first = d < dim / 2;
+    const int other = first ? d + dim / 2 : d - dim / 2, within = first ? d : other;
+    if (within >= width / 2) return E::widen_one(x[d]);
+    const int at = first ? within : within + width / 2;
+    const float straight = rounded<E>(E::widen_one(x[d]) * E::widen_one(cos[at]));
+    const float across = rounded<E>(E::widen_one(x[other]) * E::widen_one(sin[at]));
     return rounded<E>(straight + across);
 }
 
@@ -57,7 +60,7 @@ void write_row(const Rotation& r, int64_t t, const typename E::element* cos, con
             auto key = static_cast<element*>(const_cast<void*>(run.keys)) + offset + h * run.head_stride;
             auto value = static_cast<element*>(const_cast<void*>(run.values)) + offset + h * run.head_stride;
             auto k = static_cast<const element*>(r.k) + t * r.k_stride + h * dim;
-            auto number = [&](int d) { return E::round_one(turned<E>(k, cos, sin, d, dim) * weight_of<E>(r.k_weight, d)); };
+            auto number = [&](int d) { return E::round_one(turned<E>(k, cos, sin, d, dim, int(r.width)) * weight_of<E>(r.k_weight, d)); };
             for (int d = 0; d < held; d++) key[d] = number(d);
             if (r.joined)
                 for (int d = 0; d < held; d++) value[d] = number(held + d);
@@ -73,14 +76,15 @@ void append_rows(const Rotation& r) {
     const int64_t folded = r.rows * r.group;
     for (int64_t t = 0; t < r.rows; t++) {
         const int64_t row = r.position + t < r.last ? r.position + t : r.last;
-        auto cos = static_cast<const element*>(r.cos) + row * dim, sin = static_cast<const element*>(r.sin) + row * dim;
+        const int width = int(r.width);
+        auto cos = static_cast<const element*>(r.cos) + row * width, sin = static_cast<const element*>(r.sin) + row * width;
         auto growth = static_cast<const element*>(r.growth);
         const float factor = growth ? E::widen_one(growth[row]) : 1;
         for (int64_t h = 0; r.queries && h < r.kv_heads * r.group; h++) {
             float* to = r.queries + (h / r.group * folded + t * r.group + h % r.group) * dim;
             auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
             for (int d = 0; d < dim; d++)
-                to[d] = rounded<E>(turned<E>(from, cos, sin, d, dim) * factor * weight_of<E>(r.q_weight, d));
+                to[d] = rounded<E>(turned<E>(from, cos, sin, d, dim, width) * factor * weight_of<E>(r.q_weight, d));
         }
         if (r.k) write_row<E>(r, t, cos, sin);
     }

@@ -82,7 +82,8 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
     width = max(_attended_size(kind) for kind, _ in target.kinds)
     attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
     if sizing.hardware.is_cpu and not sizing.caps_scores:  # a tile's pages, joined and then ordered for matrix units
-        scores = 2 * sizing.tile_bytes(capacity) + attended
+        copies = 4 if target.block.attends and target.block.attention.latent else 2  # of halves of rows, both whole
+        scores = copies * sizing.tile_bytes(capacity) + attended
     else:
         scores = PREFILL_BLOCK * PREFILL_PAGES * PAGE_TOKENS * heads * score
         if sizing.fused_prefill and not sizing.hardware.is_cpu:

@@ -69,6 +69,6 @@ def _first(source: Fields, default: int) -> range:
 
 FAMILIES = (
     Family("deepseek_v2", "DeepSeek V2, V2-Lite, V2.5: mixtures of experts", describe_v2, _READS),
-    Family("deepseek_v3", "DeepSeek V3, V3.1, R1, Kimi K2: mixtures of experts", describe_v3, _READS),
+    Family("deepseek_v3", "DeepSeek V3, V3.1, R1: mixtures of experts", describe_v3, _READS),
     Family("glm4_moe_lite", "GLM-4.7-Flash: a mixture of experts", describe_lite, _READS | {"mlp_layer_types"}),
 )

@@ -195,13 +195,13 @@ class GpuAttention:
         sinks = self._rows.scoring.sink_logits
         launch(
             programs.merge_spans,
-            (self._num_kv_heads, -(-self._folded // ROWS)),
+            (self._num_kv_heads, -(-self._folded // self._tiling.merged)),
             (
                 last.out, last.sums, self._running, self._tops, self._totals, out, logs,
                 logs if sinks is None else sinks, self._num_left, self._folded, int(self._num_runs > 1),
             ),
-            SINKS=sinks is not None, GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded, ROWS=ROWS,
-            **self._tiling.merging,
+            SINKS=sinks is not None, GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded,
+            ROWS=self._tiling.merged,
         )  # fmt: skip
         self._rows = None
         del self._partials, self._running, self._tops, self._totals, self._masses, self._queries

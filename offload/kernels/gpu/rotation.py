@@ -42,7 +42,7 @@ def rotated(rows: Rows, places: RowPlaces, lasts: Sequence[int | None], run: Run
             rows.q.stride(0), rows.k.stride(0), rows.v.stride(0), *strides,
             0 if run is None else run.first, *ends[:2],
         ),
-        QUERIES=len(lasts), HEADS=heads, DIM=dim, DIM_PADDED=1 << (dim - 1).bit_length(),
+        QUERIES=len(lasts), HEADS=heads, DIM=dim, DIM_PADDED=1 << (dim - 1).bit_length(), TABLE=rope.cos.shape[1],
         GROWN=rope.growth is not None, WEIGHED=rows.scoring.weights is not None, JOINED=rows.scoring.joined,
         BOUNDED=places.bounds is not None, RING=run is not None and run.ring,
         num_warps=1, enable_fp_fusion=False,

@@ -17,14 +17,20 @@ def _rotated(
     sin,
     dims,
     DIM: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
-    """The head's numbers rotated: (x cos) + (x' sin), each rounded to their dtype, where x' is x moved by half."""
-    inside = dims < DIM
+    """The head's numbers rotated: (x cos) + (x' sin), each rounded to their dtype, where x' is x moved by half. Of each
+    half those after the first TABLE / 2 stay."""
+    inside, at, turns = dims < DIM, dims, dims < DIM
+    if TABLE < DIM:
+        within = dims % (DIM // 2)
+        turns = inside & (within < TABLE // 2)
+        at = tl.where(dims < DIM // 2, within, within + TABLE // 2)
     kind = x.dtype.element_ty
     own = tl.load(x + dims, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(x + (dims + DIM // 2) % DIM, mask=inside, other=0.0).to(tl.float32)
-    along = (own * tl.load(cos + dims, mask=inside, other=0.0).to(tl.float32)).to(kind)
-    across = (other * tl.load(sin + dims, mask=inside, other=0.0).to(tl.float32)).to(kind)
+    along = (own * tl.load(cos + at, mask=turns, other=1.0).to(tl.float32)).to(kind)
+    across = (other * tl.load(sin + at, mask=turns, other=0.0).to(tl.float32)).to(kind)
     return (along.to(tl.float32) + across.to(tl.float32)).to(kind)
 
 
@@ -39,7 +45,7 @@ def rotate_rows(
     q,  # [T, H, D] by the stride; a row contiguous, as of k and v
     k,  # [T, H_kv, D]
     v,  # [T, H_kv, D]
-    cos,  # [positions, D], in the dtype of the rows, as `sin` and `growth`
+    cos,  # [positions, TABLE], in the dtype of the rows, as `sin` and `growth`
     sin,
     growth,  # [positions]
     query_weights,  # [D]
@@ -65,6 +71,7 @@ def rotate_rows(
     HEADS: tl.constexpr,  # H
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    TABLE: tl.constexpr,  # numbers of a position in the tables: D, or fewer
     GROWN: tl.constexpr,  # whether there is `growth`
     WEIGHED: tl.constexpr,  # whether there are weights
     JOINED: tl.constexpr,  # the first halves of keys are written to `keys` and the others to `values`; v is not read
@@ -81,7 +88,7 @@ def rotate_rows(
         kind = head // HEADS
         position = tl.minimum(position, tl.where(kind == 0, first_last, second_last))
         source = q + row * query_stride + head % HEADS * DIM
-        turned = _rotated(source, cos + position * DIM, sin + position * DIM, dims, DIM)
+        turned = _rotated(source, cos + position * TABLE, sin + position * TABLE, dims, DIM, TABLE)
         if GROWN:
             turned = _times(turned, tl.load(growth + position))
         if WEIGHED:
@@ -97,7 +104,8 @@ def rotate_rows(
     writes = mask_if((place >= 0) & (place < num_pages * page), inside)
     if BOUNDED:
         writes = mask_if(slot >= tl.load(bounds + 1), writes)
-    turned = _rotated(k + row * key_stride + own * DIM, cos + position * DIM, sin + position * DIM, dims, DIM)
+    source = k + row * key_stride + own * DIM
+    turned = _rotated(source, cos + position * TABLE, sin + position * TABLE, dims, DIM, TABLE)
     if WEIGHED:
         turned = _times(turned, tl.load(key_weights + dims, mask=inside, other=0.0))
     target = place // page * page_stride + own.to(tl.int64) * head_stride + place % page * token_stride

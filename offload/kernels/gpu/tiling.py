@@ -51,9 +51,9 @@ class Tiling:
         return None if self.itemsize == 2 and not (self.joined and self.held_padded <= 256) else 240
 
     @property
-    def merging(self) -> dict[str, int]:
-        """The warps of a program that merges spans and, of wide rows, the limit of a thread's registers."""
-        return {"num_warps": 16, "maxnreg": 128} if self.joined else {"num_warps": 4}
+    def merged(self) -> int:
+        """Rows of a program that merges spans: fewer where they are as wide as two of others."""
+        return ROWS // 4 if self.joined else ROWS
 
     @property
     def most_coded_registers(self) -> int:

@@ -61,6 +61,7 @@ OTHERS = (
     *("hunyuan", "phi3, short", "phi3, long", "cohere, normed"),
     *("gemma4", "gemma4, one layout", "gemma4, sparse", "gemma4_unified"),
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
+    "laguna, of full width",
 )
 
 

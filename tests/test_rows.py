@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from kit.models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
+from offload.config.block import Attention
 from offload.kernels import rows as rows_module
 from offload.kernels.rows import AttentionShape, attention_alike, products_alike, same_at_every_place
 from offload.model import decoder as decoder_module
+from offload.model.heads import gated
 from offload.model.level import Level, StreamingLevel
 from offload.model.passes import forward
 
@@ -206,3 +208,19 @@ def test_a_number_of_rows_that_is_past_padding_is_left_as_it_is(tmp_path: Path) 
             padded = level._room(rows)
             power = 1 << (rows - 1).bit_length()
             assert padded == (power if power <= min(64, cache.max_rows) else rows)
+
+
+@pytest.mark.parametrize("gates_heads", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_heads_give_a_row_the_same_bits_beside_any_others(dtype: str, gates_heads: bool) -> None:
+    """torch's own softplus does not."""
+    attention = Attention(3, 1, 16, gate=True, gate_function="softplus", gates_heads=gates_heads)
+    generator = torch.Generator().manual_seed(0)
+    projected = torch.randn(37, sum(attention.parts), generator=generator).mul(4).to(DTYPES[dtype])
+    attended = torch.randn(37, attention.q_size, generator=generator).to(DTYPES[dtype])
+    gate = projected.split(attention.parts, 1)[-1]
+    every = gated(attention, attended, gate)
+    for count in range(1, 37, 5):
+        for first in range(0, 37 - count, 3):
+            some = slice(first, first + count)
+            assert torch.equal(gated(attention, attended[some], gate[some]), every[some])

@@ -63,6 +63,7 @@ OTHERS = (
     *("gemma4", "gemma4, one layout", "gemma4, shared caches", "gemma4, inputs of layers", "gemma4, sparse"),
     "gemma4_unified",
     *("mistral, a window", "qwen2, windows", "exaone4, windows", "gemma3", "starcoder2, a window"),
+    "laguna, of full width",
 )
 
 

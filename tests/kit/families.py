@@ -403,9 +403,9 @@ TINY: dict[str, Tiny] = {
         moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=1.5, rope_parameters=LAGUNA_ROPES,
     ),
     "laguna, of full width": _with(
-        "laguna", **EXPERTS | {"num_experts_per_tok": 1}, num_hidden_layers=3, shared_expert_intermediate_size=32,
-        sliding_window=0, gating="per-element", num_key_value_heads=1, num_attention_heads_per_layer=[4, 2, 3],
-        mlp_layer_types=["dense", "dense", "sparse"], tie_word_embeddings=True, rope_parameters=None,
+        "laguna", **EXPERTS | {"num_experts_per_tok": 2}, num_hidden_layers=3, shared_expert_intermediate_size=32,
+        sliding_window=0, gating="per-element", num_key_value_heads=1, num_attention_heads_per_layer=[4, 2, 6],
+        mlp_layer_types=["dense", "sparse", "sparse"], tie_word_embeddings=True, rope_parameters=None,
     ),
     "cohere2_moe": _with(
         "cohere2_moe", **COHERE_EXPERTS, num_hidden_layers=6, sliding_window=9, expert_selection_fn="sigmoid",

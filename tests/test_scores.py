@@ -32,6 +32,7 @@ TOKENS = random_tokens(LENGTH, seed=3, vocabulary=258)
 SIZES = Sizes(prefill_block=16, page=16, capacity=CONTEXT)
 ONE_BLOCK = replace(SIZES, prefill_block=128)
 TOLERANCE = 1e-4  # nats
+SHARED = "gemma4, shared caches"
 FIELDS: dict[str, Any] = {"vocab_size": 264, "max_position_embeddings": CONTEXT}  # 258 tokens: the rest is padding
 TINY = ("gemma2", "mistral, a window", "cohere")  # windows and a cap; windows; a scale of logits
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def made(name: str) -> Path:
         path = tmp_path_factory.mktemp("model") / "target"
-        if name in TINY:
+        if name in (*TINY, SHARED):
             return save_tiny(name, path, tokenizer=True, **FIELDS)
         family, _, seed = name.partition(" ")
         return save(random_model(family, seed=int(seed or 0), **FIELDS), path, tokenizer=True)
@@ -103,7 +104,7 @@ def test_the_mean_is_the_loss_that_transformers_computes(folder: Callable[[str],
 
 
 @pytest.mark.parametrize("offload", ["kv", "weights", "kv weights"])
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", SHARED])
 def test_over_a_link_scores_are_the_same_to_the_bit(folder: Callable[[str], Path], name: str, offload: str) -> None:
     resident, streamed = scored(folder(name)), scored(folder(name), offload=offload)
     assert torch.equal(streamed.log_probabilities, resident.log_probabilities)
@@ -142,7 +143,7 @@ def test_logits_are_made_of_few_rows_at_a_time(folder: Callable[[str], Path], mo
 
 @pytest.mark.usefixtures("forked")
 def test_two_ranks_find_what_one_finds(folder: Callable[[str], Path]) -> None:
-    for name, offload in (("llama-gqa", "kv"), ("gemma2", "")):
+    for name, offload in (("llama-gqa", "kv"), ("gemma2", ""), (SHARED, "kv weights")):
         alone = scored(folder(name))
         with engine_of(folder(name), ranks=2, offload=offload) as engine:
             for _ in range(2):

@@ -117,10 +117,10 @@ class Decoder:
         """Whether any number of rows up to FEW_ROWS runs without padding to blocks."""
         return self._native is not None
 
-    def table_rows(self, tokens: Tensor) -> Tensor | None:
-        """The tokens' rows of the layer table, int64 [T] -> [T, numbers] on the device; None without one. No part of
-        a graph: the host reads them."""
-        return None if self._inputs is None else self._inputs.weights.rows(tokens.clamp(min=0))
+    def table_rows(self, tokens: Sequence[Tensor]) -> Tensor | None:
+        """The rows of the layer table for each segment's tokens, int64 [n] -> [T, numbers] on the device; None without
+        one. No part of a graph: the host reads them."""
+        return None if self._inputs is None else self._inputs.weights.rows(torch.cat(list(tokens)).clamp(min=0))
 
     def forward(
         self, segments: Sequence[Segment], *, block: int | None = None, table_rows: Tensor | None = None
@@ -144,7 +144,7 @@ class Decoder:
             multiply = partial(self._operators.multiply, blocks=blocks)
         given: Sequence[Tensor | None] = [None] * self.config.num_layers
         if self._inputs is not None:
-            found = self.table_rows(tokens) if table_rows is None else table_rows
+            found = self.table_rows([tokens]) if table_rows is None else table_rows
             given = self._inputs.of_all(cast(Tensor, found), x, multiply).unbind()
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, range(self.config.num_layers)):

@@ -141,9 +141,10 @@ class Follower:
     def _go(self) -> None:
         """A "go" of a forward whose sums this rank never waited for: nothing to do."""
 
-    def _prefill(self, worker: int, at: int, tokens: Sequence[int]) -> None:
+    def _prefill(self, worker: int, at: int, tokens: Sequence[int], hidden: bool) -> None:
+        """hidden: the last layer's rows are wanted, and so all layers run."""
         self._begin(worker, "target", at, tokens, None)
-        self._workers[worker].prefill(tokens, lambda num_tokens: None)
+        self._workers[worker].prefill(tokens, lambda num_tokens: None, (lambda start, rows: None) if hidden else None)
 
     def _forward(self, parts: Sequence[Mapping[str, Any]]) -> None:
         """One pass over the weights for one or more sequences. parts: one of each sequence."""

@@ -155,7 +155,7 @@ class LeadingWorker(Worker):
     ) -> None:
         if tokens:
             self._record.append(self.full.length, tokens)
-            self.tell("prefill", at=self.full.length, tokens=list(tokens))
+            self.tell("prefill", at=self.full.length, tokens=list(tokens), hidden=on_hidden is not None)
             super().prefill(tokens, on_tokens, on_hidden)
 
     def record_mass(self, wanted: bool) -> None:

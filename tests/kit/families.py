@@ -270,8 +270,8 @@ TINY: dict[str, Tiny] = {
         layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 3 + ["full_attention"],
     ),
     "gemma4, inputs of layers": _with(
-        "gemma4_text", num_hidden_layers=6, **GEMMA4 | INPUTS, num_kv_shared_layers=3, use_double_wide_mlp=True,
-        num_key_value_heads=1,
+        "gemma4_text", num_hidden_layers=6, **GEMMA4 | INPUTS | {"tie_word_embeddings": False},
+        num_kv_shared_layers=3, use_double_wide_mlp=True, num_key_value_heads=1,
         layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 3 + ["full_attention"],
     ),
     "gemma4, inputs and wrapped": Tiny(

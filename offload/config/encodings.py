@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings
-from offload.config.matrices import LATENTS, Matrix, expert_matrices, layer_parts
+from offload.config.matrices import BESIDE, LATENTS, Matrix, expert_matrices, layer_parts
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
 from offload.config.next_token import head_of
@@ -45,6 +45,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         parts = layer_parts(block, config.hidden_size)
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
         of_operators |= dict(zip(LATENTS, [(name,) for name in names.latents], strict=False))
+        of_operators |= dict(zip(BESIDE, (names.beside[:-1], names.beside[-1:]), strict=True)) if names.beside else {}
         for operator, own in of_operators.items():
             for name, part in zip(own, parts[operator], strict=True):
                 if part.outputs and part.inputs:
@@ -64,7 +65,8 @@ def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
 @dataclass(frozen=True)
 class _MatrixNames:
     """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
-    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none."""
+    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none.
+    beside: () where nothing is beside attention."""
 
     qkv: tuple[str, ...]
     o: str
@@ -72,18 +74,28 @@ class _MatrixNames:
     down: str
     experts: tuple[tuple[str, ...], ...]
     latents: tuple[str, ...]
+    beside: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        inner, out = block.feed_forward, names.recurrence.out if block.recurs else f"{names.attention}o_proj"
+        inner, out = block.feed_forward, f"{names.attention}o_proj" if block.attends else names.recurrence.out
         qkv = [*names.recurrence.parts[: len(block.mixer.parts)]]
         qkv = _attention(block.attention, names) if block.attends else qkv
         gate, up, down = names.network(block)
         gate_up = [gate, up] if inner.gated else [up]
         latents = [names.experts.to_latent, names.experts.from_latent] if block.has_latents else []
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents)]
+        beside = [*names.recurrence.parts, names.recurrence.out] if block.beside is not None else []
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents, beside)]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        return cls(tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0], experts, tuple(weights[4]))
+        return cls(
+            tuple(weights[0]),
+            weights[1][0],
+            tuple(weights[2]),
+            weights[3][0],
+            experts,
+            tuple(weights[4]),
+            tuple(weights[5]),
+        )
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -112,6 +124,7 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         of(stored.down) if has_network else "",
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
         tuple(map(of, stored.latents)),
+        tuple(map(of, stored.beside)),
     )
     return found if any(found.every) else Encodings()
 

@@ -31,7 +31,7 @@ from offload.config.gguf_experts import (
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
-from offload.config.gguf_mamba import GRANITE_HYBRID, NEMOTRON_H, granitehybrid, nemotron_h
+from offload.config.gguf_mamba import FALCON_H1, GRANITE_HYBRID, NEMOTRON_H, falcon_h1, granitehybrid, nemotron_h
 from offload.config.gguf_states import STATES, qwen35
 
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
@@ -218,6 +218,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", qwen2moe, reads=QWEN2MOE),
     "nemotron_h": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
+    "falcon-h1": Architecture("falcon_h1", falcon_h1, reads=FALCON_H1),
     "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, neighbours=True, reads=_SCALES | GRANITE_HYBRID),
     "nemotron": Architecture("nemotron", _biases, _LAYER, "norm_eps", has_one=True),
 }

@@ -62,6 +62,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
         "ssm_a": names.recurrence.decay,
         "ssm_dt.bias": names.recurrence.time_bias,
         "ssm_d": names.recurrence.skip,
+        "ffn_norm": f"{names.before_feed_forward}.weight",  # so of Falcon-H1
         "attn_sinks.weight": names.sink_logits,
         "exp_probs_b.bias": names.experts.bias,
         "ffn_gate_inp.scale": names.experts.norm,
@@ -94,7 +95,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_output": f"{names.attention}o_proj",
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
-        "ffn_gate": "mlp.gate_proj",
+        "ffn_gate": f"{names.dense}gate_proj",
         "ffn_up": names.fused_gate_up or names.up.replace("mlp.", names.dense, 1),
         "ffn_down": names.down.replace("mlp.", names.dense, 1),
         "ffn_gate_inp": names.experts.router,

@@ -9,7 +9,8 @@ from offload.config.block import Block
 from offload.formats.encodings import ENCODINGS
 
 OPERATORS = ("qkv", "o", "gate_up", "down")
-LATENTS = ("to_latent", "from_latent")  # further ones, of a layer whose experts read latents
+BESIDE = ("states_in", "states_out")  # further ones, of a layer with a recurrence beside attention
+LATENTS = ("to_latent", "from_latent")  # of a layer whose experts read latents
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -30,7 +31,7 @@ class Matrix:
 
 def operators(block: Block) -> tuple[str, ...]:
     """The operators of a layer."""
-    return OPERATORS + LATENTS if block.has_latents else OPERATORS
+    return OPERATORS + BESIDE * (block.beside is not None) + LATENTS * block.has_latents
 
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
@@ -42,6 +43,9 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
         "gate_up": ((inner.size,) * (1 + inner.gated), hidden_size, stored.gate_up),
         "down": ((hidden_size,), inner.size, (stored.down,)),
     }
+    if block.beside is not None:
+        shapes["states_in"] = block.beside.parts, hidden_size, stored.beside[:-1]
+        shapes["states_out"] = (hidden_size,), block.beside.out_size, stored.beside[-1:]
     if block.experts is not None and block.has_latents:
         latent = block.experts.latent
         shapes["to_latent"] = (latent,), hidden_size, stored.latents[:1]

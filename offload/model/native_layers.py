@@ -64,7 +64,8 @@ class NativeLayers:
                 case Attend():
                     mixed = self._attended(layer, step, room, num_rows, caches)
                 case Recur():
-                    mixed = caches.recur(layer, room.qkv[:num_rows], step.weights)
+                    rows = room.qkv if step.read == "qkv" else self._operands[step.read]
+                    mixed = caches.recur(layer, rows[:num_rows], step.weights)
                 case Mix():
                     homes = self._experts[layer]
                     assert homes is not None
@@ -94,9 +95,19 @@ class NativeLayers:
         self._most, hidden, inner = most, self._config.hidden_size, max(each.feed_forward.size for each in kinds)
         latent = self._config.experts.latent if self._config.experts else 0
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden, "made": hidden, "beside": hidden}
-        widths["latent"] = latent
+        besides = [each.beside for each in kinds if each.beside is not None]
+        states = max((sum(each.parts) for each in besides), default=0)
+        recurred = max((each.out_size for each in besides), default=0)
+        widths |= {"latent": latent, "states": states, "recurred": recurred}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
-        widest = max(hidden, inner, latent, *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds))
+        widest = max(
+            hidden,
+            inner,
+            latent,
+            states,
+            recurred,
+            *(max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds),
+        )
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
         self._rooms = _rooms(self._config, most, self._dtype)

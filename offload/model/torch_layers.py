@@ -59,7 +59,7 @@ class TorchLayers:
                 case Attend():
                     operands["mixed"] = self._attended(step, operands["qkv"], partial(caches.attend, layer))
                 case Recur():
-                    operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
+                    operands[step.out] = caches.recur(layer, operands[step.read], step.weights)
                 case Mix():
                     operands[step.out] = self._mixed(layer, step, operands, blocks, real)
                 case Join():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.config.block import BLOCK_NORMS, Attention, Norm
-from offload.config.matrices import ALIGNMENT, LATENTS, OPERATORS, operators
+from offload.config.matrices import ALIGNMENT, BESIDE, LATENTS, OPERATORS, operators
 from offload.config.model import ModelConfig
 from offload.config.vectors import layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
@@ -35,7 +35,8 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
-    layer with a state. router: of a layer with experts. to_latent, from_latent: where these read latents."""
+    layer with a state. router: of a layer with experts. to_latent, from_latent: where these read latents.
+    states_in, states_out: the projections of a recurrence beside attention."""
 
     qkv: Linear
     o: Linear
@@ -57,6 +58,8 @@ class LayerWeights:
     router: Router | None = None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
+    states_in: Linear | None = None
+    states_out: Linear | None = None
 
     def vectors(self) -> list[Tensor]:
         """All tensors but the matrices."""
@@ -160,8 +163,8 @@ class LayerLayout:
     def bind(self, buffer: Tensor) -> LayerWeights:
         """The layer in `buffer`, as views, also of bytes copied into it later."""
         tensors = self.tensors(buffer)
-        latents = [name for name in LATENTS if any(view.startswith(f"{name}.") for view in tensors)]
-        own = (*OPERATORS, *latents)
+        further = (name for name in (*BESIDE, *LATENTS) if any(view.startswith(f"{name}.") for view in tensors))
+        own = (*OPERATORS, *further)
         linears = {name: Linear(self._matrix(tensors, name), tensors.get(f"{name}.bias")) for name in own}
         norms = {name: NormWeights(norm, tensors[name], tensors.get(f"{name}.bias")) for name, norm in self._normed}
         recurrence, out_norm = None, norms.pop("out_norm", None)

@@ -76,6 +76,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
         grown |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
     if "mamba_n_heads" in tiny.fields:
         grown |= {"mamba_n_heads": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+    if "mamba_d_ssm" in tiny.fields:
+        grown["mamba_d_ssm"] = 256
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     rope = tiny.fields.get("rope_parameters")

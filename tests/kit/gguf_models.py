@@ -39,10 +39,11 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe", "hunyuan_v1_moe": "hunyuan-moe",
     "exaone_moe": "exaone-moe", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "solar_open": "glm4moe",
     "nemotron_h": "nemotron_h_moe", "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
-MAMBA = ("nemotron_h", "granitemoehybrid")
+MAMBA = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
@@ -275,6 +276,8 @@ def of_head(name: str, config: dict[str, Any]) -> str:
 def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
     if "linear_attn" in name:
         return with_states(name, tensor, config)
+    if arch == "falcon-h1":
+        tensor = multiplied(name, tensor, config)
     if config["model_type"] in MAMBA and (".mixer." in name or ".mamba." in name):
         return with_mamba(name, tensor, config)
     if name.endswith("shared_expert_gate.weight"):
@@ -290,6 +293,24 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
             pairs = heads_rows[:, 0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
             return torch.stack([pairs, heads_rows[:, 1]], 1).flatten(0, 2)
     return tensor
+
+
+def multiplied(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """With the multipliers of Falcon-H1 in the weights."""
+    states, (gate, down) = config["ssm_multipliers"], config["mlp_multipliers"]
+    found = {
+        "q_proj": config["attention_in_multiplier"], "v_proj": config["attention_in_multiplier"],
+        "k_proj": config["attention_in_multiplier"] * config["key_multiplier"],
+        "o_proj": config["attention_out_multiplier"], "mamba.out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate, "down_proj": down, "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    if "mamba.in_proj" in name:
+        inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = torch.tensor([inner, inner, keys, keys, config["mamba_n_heads"]])
+        rows = torch.tensor(states).repeat_interleave(sizes) * config["ssm_in_multiplier"]
+        return tensor * rows[:, None]
+    return tensor * next((factor for part, factor in found.items() if part in name), 1.0)
 
 
 def with_mamba(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -440,7 +461,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
         ("logit_scale", writer.add_logit_scale), ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
     ):  # fmt: skip
-        if config.get(key) is not None:
+        if config.get(key) is not None and arch != "falcon-h1":
             add(config[key])
     window, types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and arch in (
@@ -464,8 +485,10 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> Non
 def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
     """Sizes of states, and by layer what those of one part have."""
     types = layer_types(config)
+    if arch == "falcon-h1":
+        types = ["full_attention"]  # and a state
     kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in types]
-    writer.add_head_count_kv(kv_heads if arch != "granite" else kv_heads[0])
+    writer.add_head_count_kv(kv_heads if arch not in ("granite", "falcon-h1") else kv_heads[0])
     if arch in NEMOTRON_H:
         inner = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
         writer.add_feed_forward_length([inner.get(kind, 0) for kind in types])

@@ -11,6 +11,7 @@ from offload.config.families import (
     ernie4_5_moe,
     exaone4,
     exaone_moe,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -52,7 +53,7 @@ _MODULES = (
     llama, mistral, qwen, qwen2_moe, qwen3_moe, qwen3_next, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5,
     ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
     cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, arcee, exaone4, exaone_moe, ministral3, starcoder2,
-    muse_glimmer, afmoe, nemotron_h, granitemoehybrid,
+    muse_glimmer, afmoe, nemotron_h, granitemoehybrid, falcon_h1,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
-from offload.config.block import DeltaRule, Norm
+from offload.config.block import DeltaRule, Mamba2, Norm
 from offload.kernels import choice
-from offload.kernels.delta import delta_rule
-from offload.kernels.device import DeviceKernels
+from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.kv.layer_states import LayerStates
@@ -21,36 +20,47 @@ from offload.model.loading import DTYPES
 from offload.speed.hardware import Hardware
 from offload.transfer.memory import Memory
 
-DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the heads of Qwen3.6-27B
-HEAD_DIM = 256  # of its layers that attend
+# A quarter of the heads.
+STATES: dict[str, DeltaRule | Mamba2] = {
+    "Qwen3.6-27B": DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True)),
+    "Nemotron 3 Nano": Mamba2(2, 16, 128, 64, norm=Norm(fp32=True)),
+}
+HEAD_DIM = 256  # of a layer that attends
 NUM_ROWS = 40
 ROUNDS = ((24, 24), (1, 1), (6, 3), (12, 12))  # rows of a pass, and how many of them stay
 
 
 def state_checks(hardware: Hardware, dtypes: Sequence[str], remedy: str) -> Iterator[Named]:
     """The checks of one device in each of `dtypes`."""
-    for dtype in dtypes:
-        yield f"states, Qwen3.6-27B, {dtype}", partial(_states, hardware, dtype), remedy
+    for model, states in STATES.items():
+        for dtype in dtypes:
+            yield f"states, {model}, {dtype}", partial(_states, hardware, dtype, states), remedy
 
 
-def _states(hardware: Hardware, dtype: str) -> Shown:
+def _states(hardware: Hardware, dtype: str, states: DeltaRule | Mamba2) -> Shown:
     """Compare passes of which rows are rejected with torch's operators in fp32, and check that a row has the same bits
     alone."""
-    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(DELTA.parts), seed=1).to(DTYPES[dtype])
+    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(states.parts), seed=1).to(DTYPES[dtype])
     kernels = choice.fitting(device, HEAD_DIM, ())
-    together = _run(kernels, device, rows, ROUNDS)
-    alone = _run(kernels, device, rows, ((1, 1),) * NUM_ROWS)
-    error, same = error_of(together, _expected(rows).double()), torch.equal(together, alone)
+    together = _run(kernels, device, states, rows, ROUNDS)
+    alone = _run(kernels, device, states, rows, ((1, 1),) * NUM_ROWS)
+    error, same = error_of(together, _expected(states, rows).double()), torch.equal(together, alone)
     bits = "the same bits" if same else "OTHER BITS"
     shown = f"errors of up to {error:.1e}, at most {TOLERANCES[dtype]:.0e}; {bits} of rows together and one at a time"
     return same and error <= TOLERANCES[dtype], shown
 
 
-def _run(kernels: DeviceKernels, device: torch.device, rows: Tensor, rounds: Sequence[tuple[int, int]]) -> Tensor:
+def _run(
+    kernels: DeviceKernels,
+    device: torch.device,
+    recurrence: DeltaRule | Mamba2,
+    rows: Tensor,
+    rounds: Sequence[tuple[int, int]],
+) -> Tensor:
     """The output of `rows` in passes, each of which is followed by wrong rows, [n, out_size] on the CPU."""
     memory, start, out = Memory(device), 0, list[Tensor]()
-    states = LayerStates(memory, DELTA, num_layers=1, rows=NUM_ROWS, dtype=rows.dtype, kernels=kernels)
-    weights = _weights(device)
+    states = LayerStates(memory, recurrence, num_layers=1, rows=NUM_ROWS, dtype=rows.dtype, kernels=kernels)
+    weights = _weights(recurrence, device)
     for count, kept in rounds:
         some = rows[start : start + kept]
         wrong = rows.flip(0)[: count - kept]
@@ -62,22 +72,19 @@ def _run(kernels: DeviceKernels, device: torch.device, rows: Tensor, rounds: Seq
     return torch.cat(out)
 
 
-def _expected(rows: Tensor) -> Tensor:
+def _expected(states: DeltaRule | Mamba2, rows: Tensor) -> Tensor:
     """The output of `rows` by torch's operators in fp32, one row after the other."""
-    inputs = torch.zeros(DELTA.width - 1, DELTA.kept)
-    held = Held(torch.zeros(DELTA.state_shape), inputs)
-    return delta_rule(DELTA, _weights(torch.device("cpu")), held, rows.float(), Replayed(0), settles=True)
+    held = Held(torch.zeros(states.state_shape), torch.zeros(states.width - 1, states.kept))
+    run, weights = NONE.recurrences[type(states)], _weights(states, torch.device("cpu"))
+    return run(states, weights, held, rows.float(), Replayed(0), settles=True)
 
 
-def _weights(device: torch.device) -> RecurrenceWeights:
-    vectors = (
-        _random(DELTA.width, DELTA.channels, seed=2) / 2,
-        -_random(DELTA.num_heads, seed=3).exp(),
-        _random(DELTA.num_heads, seed=4),
-        1 + _random(DELTA.value_dim, seed=5) / 4,
-    )
-    taps, decay, time_bias, norm = (each.to(device) for each in vectors)
-    return RecurrenceWeights(taps, decay, time_bias, NormWeights(DELTA.norm, norm))
+def _weights(states: DeltaRule | Mamba2, device: torch.device) -> RecurrenceWeights:
+    vectors = {name: _random(*shape, seed=at) for at, (name, shape) in enumerate(states.vectors.items(), 2)}
+    vectors |= {"taps": vectors["taps"] / 2, "decay": -vectors["decay"].exp()}
+    assert states.norm is not None
+    norm = NormWeights(states.norm, (1 + _random(states.norm_size, seed=9) / 4).to(device))
+    return RecurrenceWeights(**{name: each.to(device) for name, each in vectors.items()}, norm=norm)
 
 
 def _random(*shape: int, seed: int) -> Tensor:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kit.asked import Asked, alone, together  # noqa: E402
-from offload.config.block import DeltaRule, Recurrence, ShortConvolution  # noqa: E402
+from offload.config.block import DeltaRule, Mamba2, Recurrence, ShortConvolution  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
@@ -28,7 +28,7 @@ from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
 from offload.kernels.convolution import short_convolution  # noqa: E402
-from offload.kernels.delta import delta_rule as by_torch  # noqa: E402
+from offload.kernels.device import NONE  # noqa: E402
 from offload.kernels.norms import NormWeights  # noqa: E402
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence  # noqa: E402
 from offload.model.passes import forward  # noqa: E402
@@ -282,13 +282,14 @@ def test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows
                 assert torch.equal(whole[first : first + count], Linear(made, None)(rows[first : first + count]))
 
 
-def delta_weights(delta: DeltaRule) -> RecurrenceWeights:
+def delta_weights(delta: DeltaRule | Mamba2) -> RecurrenceWeights:
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=DEVICE)
 
-    norm = NormWeights(delta.norm, 1 + some(delta.value_dim) / 4)
+    norm = None if delta.norm is None else NormWeights(delta.norm, 1 + some(delta.norm_size) / 4)
     taps = some(delta.width, delta.channels)
-    return RecurrenceWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.num_heads), norm)
+    of_mamba = (some(delta.channels), some(delta.num_heads)) if isinstance(delta, Mamba2) else ()
+    return RecurrenceWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.num_heads), norm, *of_mamba)
 
 
 def in_passes(
@@ -338,9 +339,12 @@ def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are
 
 
 def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:
-    """With sizes of a 9B and a 27B, and with odd ones."""
-    kernels = gpu_kernels(torch.device(DEVICE)).recurrences[DeltaRule]
-    for delta in (DeltaRule(16, 32, 128, 128), DeltaRule(16, 48, 128, 128), DeltaRule(3, 6, 20, 12, 3, tiled=1)):
+    """With sizes of a 9B, a 27B, Nemotron 3 Nano and Granite 4 H-Tiny, and with odd ones."""
+    rules = DeltaRule(16, 32, 128, 128), DeltaRule(16, 48, 128, 128), DeltaRule(3, 6, 20, 12, 3, tiled=1)
+    mambas = Mamba2(8, 64, 128, 64), Mamba2(1, 48, 128, 64), Mamba2(3, 6, 20, 12, 3, norm=None)
+    for delta in (*rules, *mambas):
+        kernels = gpu_kernels(torch.device(DEVICE)).recurrences[type(delta)]
+        by_torch = NONE.recurrences[type(delta)]
         weights = delta_weights(delta)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             rows = torch.randn(150, sum(delta.parts), device=DEVICE).to(dtype)

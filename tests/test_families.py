@@ -77,7 +77,7 @@ MIXTURES = (
     *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "solar_open", "olmoe", "qwen2_moe", "afmoe"),
     *("laguna", "cohere2_moe"),
 )
-RECURRING = ("nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3")
+RECURRING = ("nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe", "lfm3")
 LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "mistral4")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
@@ -698,6 +698,15 @@ FLAGS: dict[str, Change] = {
     "mamba.norm": _recurrence(Mamba2, norm=lambda own: None),
     "mamba.eps": _recurrence(Mamba2, norm=lambda own: own.norm and replace(own.norm, eps=30.0)),
     "mamba.groups": _recurrence(Mamba2, num_key_heads=lambda own: 1 if own.num_key_heads > 1 else 2),
+    "beside.taps_bias": _block(beside=lambda block: block.beside and replace(block.beside, taps_bias=False)),
+    "beside.norm": _block(beside=lambda block: block.beside and replace(block.beside, norm=None)),
+    "nothing beside attention": _block(beside=lambda block: None),
+    **{
+        f"factors of {name}": _block(
+            factors=lambda block, name=name: tuple(each for each in block.factors if each[0] != name)
+        )
+        for name in ("qkv", "o", "states_in", "states_out", "gate_up", "down")
+    },
     "a network in each layer": _block(
         feed_forward=lambda block: block.feed_forward if block.has_network else replace(block.feed_forward, size=48)
     ),

@@ -84,9 +84,11 @@ def plain(config: ModelConfig) -> ModelConfig:
             mixer = replace(mixer, norm=replace(mixer.norm, fp32=False), tiled=None)
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
-        return replace(found, mixer=mixer, encodings=Encodings(), **norms)
+        return replace(found, mixer=mixer, encodings=Encodings(), factors=(), **norms)
 
     config = with_rope(config, neighbours=False).mapped(block)
+    if config.family == "falcon_h1":  # a file has its multipliers in the weights
+        config = replace(config, embedding_scale=1.0, logits_scale=1.0)
     return replace(
         config,
         names=replace(

@@ -140,6 +140,7 @@ MAMBA: dict[str, dict[str, object]] = {
     },
     "nemotron_h, dense": {**WIDE, "mamba_num_heads": 8, "mamba_head_dim": 16, "use_bias": False, "use_conv_bias": True},
     "granitemoehybrid": {**GRANITE, "mamba_n_heads": 8, "mamba_d_head": 16, "shared_intermediate_size": 32},
+    "falcon_h1": {**WIDE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "granitemoehybrid, dense": {
         **GRANITE,
         "mamba_n_heads": 8,

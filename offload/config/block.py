@@ -422,7 +422,8 @@ class Encodings:
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
     any, ups and downs; all experts of a layer have the same. around_experts: of the matrices before and behind experts
     that read latents. inputs: of the gate of the layer's input and of the matrix behind it. latent: of the matrices of
-    latent attention beside qkv and o, ordered as in `matrices.latent_shapes`. () if all are plain."""
+    latent attention beside qkv and o, ordered as in `matrices.latent_shapes`. beside: of the recurrence beside
+    attention, the parts of its projection and its output. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
@@ -432,11 +433,12 @@ class Encodings:
     around_experts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        mixer, network = (*self.qkv, self.o, *self.latent), (*self.gate_up, self.down, *self.experts)
+        mixer, network = (*self.qkv, self.o, *self.latent, *self.beside), (*self.gate_up, self.down, *self.experts)
         return (*mixer, *network, *self.around_experts, *self.inputs)
 
 
@@ -445,7 +447,9 @@ class Block:
     """One layer: x += scale * after(mixer(before(x))), and the same with the feed-forward network, the mixture of
     experts, or the sum of both. A layer may lack either. A norm of None is left out. side_by_side: both parts read the
     same norm of the same x, `before_attention`. multiplied: x is multiplied by a factor from the checkpoint at the end.
-    encodings: of its matrices. digested_as: the name in digests of sessions, which older programs wrote.
+    encodings: of its matrices. digested_as: the name in digests of sessions, which older programs wrote. beside: a
+    recurrence that reads the same norm of the same x as the attention, and whose output is added, too. factors: by
+    operator those that the parts of its matrix are multiplied by as they are read.
 
     Experts and their router read the rows that the network reads, unless they have norms of their own, before_experts
     and before_router. after_experts, after_network: norms of both outputs before their sum, in a layer that has both.
@@ -471,6 +475,8 @@ class Block:
     after_network: Norm | None = None
     input_size: int = 0
     after_input: Norm | None = None
+    beside: Mamba2 | None = None
+    factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     @property
     def attention(self) -> Attention:
@@ -480,9 +486,10 @@ class Block:
 
     @property
     def recurrence(self) -> Recurrence:
-        """The mixer of a layer with a state."""
-        assert isinstance(self.mixer, Recurrence), "a layer without a recurrence has no state"
-        return self.mixer
+        """The mixer of a layer with a state, or what is beside it."""
+        found = self.mixer if self.beside is None else self.beside
+        assert isinstance(found, Recurrence), "a layer without a recurrence has no state"
+        return found
 
     @property
     def attends(self) -> bool:
@@ -490,11 +497,16 @@ class Block:
 
     @property
     def recurs(self) -> bool:
-        return isinstance(self.mixer, Recurrence)
+        return isinstance(self.mixer, Recurrence) or self.beside is not None
 
     @property
     def has_mixer(self) -> bool:
         return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def num_parts(self) -> int:
+        """The parts that are added to the rows: mixers and networks."""
+        return self.has_mixer + (self.beside is not None) + self.has_network
 
     @property
     def has_network(self) -> bool:

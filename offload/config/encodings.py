@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Attention, Block, Encodings
-from offload.config.matrices import Matrix, expert_matrices, latent_shapes, layer_parts
+from offload.config.matrices import BESIDE, Matrix, expert_matrices, latent_shapes, layer_parts
 from offload.config.model import ModelConfig
 from offload.config.names import LATENT_ROWS, LOW_QUERIES, TensorNames
 from offload.config.next_token import head_of
@@ -53,6 +53,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         of_operators = {"qkv": names.qkv, "o": (names.o,), "gate_up": names.gate_up, "down": (names.down,)}
         of_operators |= {"to_latent": names.around_experts[:1], "from_latent": names.around_experts[1:]}
         of_operators |= {"input_gate": names.inputs[:1], "input_out": names.inputs[1:]}
+        of_operators |= dict(zip(BESIDE, (names.beside[:-1], names.beside[-1:]), strict=True))
         for operator, own_parts in parts.items():
             for name, part in zip(of_operators[operator], own_parts, strict=True):
                 if part.outputs and part.inputs:
@@ -89,7 +90,8 @@ def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
 @dataclass(frozen=True)
 class _MatrixNames:
     """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
-    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none."""
+    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none.
+    beside: () where nothing is beside attention."""
 
     qkv: tuple[str, ...]
     o: str
@@ -98,20 +100,22 @@ class _MatrixNames:
     experts: tuple[tuple[str, ...], ...]
     around_experts: tuple[str, ...]
     inputs: tuple[str, ...]
+    beside: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
-        inner, out = block.feed_forward, names.recurrence.out if block.recurs else names.attention + names.out
+        inner, out = block.feed_forward, names.attention + names.out if block.attends else names.recurrence.out
         qkv = [*names.recurrence.parts[: len(block.mixer.parts)]]
         qkv = _attention(block.attention, names) if block.attends else qkv
         gate, up, down = names.network(block)
         gate_up = [gate, up] if inner.gated else [up]
         latents = [names.experts.to_latent, names.experts.from_latent] if block.has_latents else []
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents)]
+        beside = [*names.recurrence.parts, names.recurrence.out] if block.beside is not None else []
+        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents, beside)]
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
         inputs = (f"{names.input_gate}.weight", f"{names.input_out}.weight") if block.input_size else ()
         of_layer = tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0]
-        return cls(*of_layer, experts, tuple(weights[4]), inputs)
+        return cls(*of_layer, experts, tuple(weights[4]), inputs, tuple(weights[5]))
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -148,6 +152,7 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
             "" if _is_transposed(name, names) else of(f"{getattr(names, name)}.weight")
             for name in latent_shapes(block.mixer)
         ),
+        tuple(map(of, stored.beside)),
     )
     return found if any(found.every) else Encodings()
 

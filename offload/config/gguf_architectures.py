@@ -40,7 +40,7 @@ from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_latent import DEEPSEEK2, MISTRAL4, deepseek2, mistral4
 from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
-from offload.config.gguf_mamba import GRANITE_HYBRID, NEMOTRON_H, granitehybrid, nemotron_h
+from offload.config.gguf_mamba import FALCON_H1, GRANITE_HYBRID, NEMOTRON_H, falcon_h1, granitehybrid, nemotron_h
 from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
 
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
@@ -231,6 +231,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Architecture("lfm2_moe", lfm2moe, norm_field="norm_eps", reads=LFM2MOE),
     "nemotron_h": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", nemotron_h, _LAYER, "layer_norm_epsilon", reads=NEMOTRON_H),
+    "falcon-h1": Architecture("falcon_h1", falcon_h1, reads=FALCON_H1),
     "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, neighbours=True, reads=_SCALES | GRANITE_HYBRID),
     "afmoe": Architecture("afmoe", afmoe, reads=AFMOE),
     "laguna": Architecture("laguna", laguna, reads=LAGUNA),

@@ -18,6 +18,7 @@ _ONE_PART = {
     "ssm_in.weight": STATEFUL, "attn_q.weight": FULL, "ffn_gate_inp.weight": "moe", "ffn_up.weight": "mlp",
 }  # fmt: skip
 NEMOTRON_H = SIGMOIDS | _SIZES | {SHARED_SIZE, KV_HEADS, INNER, _LATENT, "nextn_predict_layers"}
+FALCON_H1 = _SIZES
 GRANITE_HYBRID = _SIZES | {"expert_count", "expert_used_count", SHARED_SIZE, KV_HEADS}
 
 
@@ -66,6 +67,18 @@ def granitehybrid(values: Metadata, common: Mapping[str, object], granite: Field
         "mamba_conv_bias": _any_has(values, "ssm_conv1d.bias"),
         "mamba_proj_bias": _any_has(values, "ssm_in.bias"),
         "position_embedding_type": "rope" if values.flag("rope.scaling.finetuned", True) else None,
+    }
+
+
+def falcon_h1(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Falcon-H1, whose multipliers are in the weights already."""
+    mamba = _mamba(values, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    return {
+        **mamba,
+        "mamba_d_ssm": values.integer("ssm.inner_size"),
+        "mamba_rms_norm": values.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": values.has("ssm_conv1d.bias"),
     }
 
 

@@ -69,6 +69,7 @@ def _whole_names(names: TensorNames) -> dict[str, str]:
         "ssm_a": names.recurrence.decay,
         "ssm_dt.bias": names.recurrence.time_bias,
         "ssm_d": names.recurrence.skip,
+        "ffn_norm": f"{names.before_feed_forward}.weight",  # so of Falcon-H1
         "attn_sinks.weight": names.sink_logits,
         "exp_probs_b.bias": names.experts.bias,
         "ffn_gate_inp.scale": names.experts.norm,

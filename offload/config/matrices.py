@@ -9,8 +9,10 @@ from offload.config.block import Attention, Block, Mixer
 from offload.formats.encodings import ENCODINGS
 
 BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows
+BESIDE = ("states_in", "states_out")  # of a recurrence beside attention
 AROUND_EXPERTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
-OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *AROUND_EXPERTS, *OF_INPUT)  # the last ones of few layers
+# The last ones few layers have.
+OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *BESIDE, *AROUND_EXPERTS, *OF_INPUT)
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -43,6 +45,9 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
             for (name, (outputs, inputs)), kind in zip(latent.items(), stored.latent or [""] * len(latent), strict=True)
         },
     }
+    if block.beside is not None:
+        shapes["states_in"] = block.beside.parts, hidden_size, stored.beside[:-1]
+        shapes["states_out"] = (hidden_size,), block.beside.out_size, stored.beside[-1:]
     if block.experts is not None and block.has_latents:
         size = block.experts.latent
         shapes["to_latent"] = (size,), hidden_size, stored.around_experts[:1]

@@ -108,7 +108,7 @@ class ModelConfig:
     @cached_property
     def num_parts(self) -> int:
         """The number of mixers and networks, the parts of layers that are added to their rows."""
-        return sum(block.has_mixer + block.has_network for block in self.blocks)
+        return sum(block.num_parts for block in self.blocks)
 
     @property
     def windowed_block(self) -> Block | None:
@@ -317,17 +317,17 @@ class ModelConfig:
     @cached_property  # plans ask for these thousands of times
     def _products(self) -> tuple[tuple[int, int, bool], ...]:
         mixer, inner, given = self.block.mixer, self.block.feed_forward, self.block.input_size
-        latent = self.block.experts.latent if self.block.experts else 0
+        latent, own = self.block.experts.latent if self.block.experts else 0, self.block.beside
+        beside = ((sum(own.parts), self.hidden_size, False), (self.hidden_size, own.out_size, False)) if own else ()
         around = ((size, self.hidden_size, False) for size in (latent, given) if size)
-        others = [
-            pair for outputs, inputs, bias in around for pair in ((outputs, inputs, bias), (inputs, outputs, bias))
-        ]
+        others = [each for rows, inputs, bias in around for each in ((rows, inputs, bias), (inputs, rows, bias))]
         return (
             (sum(mixer.parts), self.hidden_size, mixer.bias),
             (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
             *((outputs, inputs, False) for outputs, inputs in latent_shapes(mixer).values()),
+            *beside,
             *others,
         )
 

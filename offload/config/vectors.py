@@ -11,7 +11,7 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
     sizes = {name: (hidden_size, getattr(block, name)) for name in BLOCK_NORMS}
     if isinstance(mixer, Attention):
         sizes |= _head_norms(mixer)
-    elif block.recurs:
+    if block.recurs:
         sizes["out_norm"] = block.recurrence.norm_size, block.recurrence.norm
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():

@@ -281,7 +281,7 @@ class Decoder:
         dues = list[Due]()
         for block in (self.config.blocks[layer] for layer in layers):
             dues += squares if block.attends else []
-            dues += [Due(rows, hidden)] if block.has_mixer else []
+            dues += [Due(rows, hidden)] * (block.has_mixer + (block.beside is not None))
             dues += [Due(rows, hidden * (1 + block.joins))] if block.has_network else []
         return self._sums.due(dues, x)
 

@@ -7,7 +7,7 @@ experts is one in place of the feed-forward network's two products, or behind th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -25,9 +25,11 @@ from offload.weights.linear import Linear
 # x: the hidden rows [T, hidden]. qkv: the mixer's projected rows: queries, keys, values and others, [T, outputs].
 # mixed: its output [T, out_size]. inner: the feed-forward network's inner rows [T, size]. part: a sublayer's output
 # before its norm or sum over ranks, [T, hidden]. made: that of experts, beside: of a network beside them, [T, hidden].
-# gated: the gate of the layer's input, [T, size]. latent: rows that experts read in place of the hidden ones, and then
-# what they make of them, [T, latent].
-Operand = Literal["x", "qkv", "mixed", "inner", "part", "made", "beside", "gated", "latent"]
+# states, recurred: as qkv and mixed, of a recurrence beside attention. gated: the gate of the layer's input, [T, size].
+# latent: rows that experts read in place of the hidden ones, and then what they make of them, [T, latent].
+Operand = Literal[
+    "x", "qkv", "mixed", "inner", "part", "made", "beside", "gated", "latent", "states", "recurred",
+]  # fmt: skip
 
 
 class MixRows(Protocol):
@@ -68,10 +70,12 @@ class Attend:
 
 @dataclass(frozen=True)
 class Recur:
-    """A recurrence: mixed = its output for the rows in qkv, with the states of their sequences."""
+    """A recurrence: out = its output for the projected rows `read`, with the states of their sequences."""
 
     recurrence: Recurrence
     weights: RecurrenceWeights
+    read: Operand = "qkv"
+    out: Operand = "mixed"
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,17 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
     ranks."""
     mix: list[LayerStep] = []
     if block.has_mixer:
-        own = weights.recurrence
         mix = [
             Product("x", weights.qkv, "qkv", weights.before_attention),
-            Attend(block.attention, weights) if own is None else Recur(block.recurrence, own),
+            Attend(block.attention, weights) if block.attends else _recur(block, weights),
             *_added("mixed", weights.o, weights.after_attention, block.scale, alone),
+        ]
+    if weights.states_in is not None and weights.states_out is not None:
+        mix = [
+            Product("x", weights.states_in, "states", weights.before_attention),
+            *mix,
+            replace(_recur(block, weights), read="states", out="recurred"),
+            *_added("recurred", weights.states_out, None, block.scale, alone),
         ]
     first, last = _network(block, weights, alone) if block.experts is None else _experts(block, block.experts, weights)
     steps: list[LayerStep] = [mix[0], *first, *mix[1:], *last] if block.side_by_side else [*mix, *first, *last]
@@ -147,6 +157,11 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
         steps.append(Product("x", weights.input_gate, "gated", ending="activate", activation=activation))
         steps += [Gate(), Product("gated", weights.input_out, "part"), Add(weights.after_input, 1.0, is_whole=True)]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
+
+
+def _recur(block: Block, weights: LayerWeights) -> Recur:
+    assert weights.recurrence is not None
+    return Recur(block.recurrence, weights.recurrence)
 
 
 def _network(block: Block, weights: LayerWeights, alone: bool) -> tuple[list[LayerStep], list[LayerStep]]:

@@ -71,7 +71,8 @@ class NativeLayers:
                     else:
                         self._attend_latent(layer, step, step.attention.latent, room, num_rows, caches)
                 case Recur():
-                    mixed = caches.recur(layer, room.qkv[:num_rows], step.weights)
+                    rows = room.qkv if step.read == "qkv" else self._operands[step.read]
+                    mixed = caches.recur(layer, rows[:num_rows], step.weights)
                 case Mix():
                     homes = self._experts[layer]
                     assert homes is not None
@@ -108,10 +109,13 @@ class NativeLayers:
             self._config.experts.latent if self._config.experts else 0,
         )
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden, "made": hidden, "beside": hidden}
-        widths |= {"gated": given, "latent": latent}
+        besides = [each.beside for each in kinds if each.beside is not None]
+        states = max((sum(each.parts) for each in besides), default=0)
+        recurred = max((each.out_size for each in besides), default=0)
+        widths |= {"gated": given, "latent": latent, "states": states, "recurred": recurred}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
         mixers = (max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds)
-        widest = max(hidden, inner, given, latent, *mixers)
+        widest = max(*widths.values(), *mixers)
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
         self._rooms = _rooms(self._config, most, self._dtype)

@@ -66,7 +66,7 @@ class TorchLayers:
                     else:
                         operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
                 case Recur():
-                    operands["mixed"] = caches.recur(layer, operands["qkv"], step.weights)
+                    operands[step.out] = caches.recur(layer, operands[step.read], step.weights)
                 case Mix():
                     operands[step.out] = self._mixed(layer, step, operands, blocks, real)
                 case Join():

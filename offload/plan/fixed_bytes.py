@@ -78,6 +78,8 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
     block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
         _network_bytes(sizing, kind) for kind, _ in target.kinds
     )
+    beside = [kind.block.beside for kind, _ in target.kinds if kind.block.beside is not None]
+    block += PREFILL_BLOCK * max((sum(own.parts) + own.out_size for own in beside), default=0) * item
     score = 2 * item + 4  # raw, in fp32 and as weights
     width = max(_attended_size(kind) for kind, _ in target.kinds)
     attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32

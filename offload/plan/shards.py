@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from offload.config.block import Attention, Block, DeltaRule, Mixer, NoMixer, Recurrence, ShortConvolution
+from offload.config.block import Attention, Block, DeltaRule, Mamba2, Mixer, NoMixer, Recurrence, ShortConvolution
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.encodings import ENCODINGS
 from offload.plan.options import MAX_RANKS
 
-SPLIT_BY_INPUTS = ("o", "down")  # operators that are split by inputs
+States = TypeVar("States", DeltaRule, Mamba2)
+SPLIT_BY_INPUTS = ("o", "down", "states_out")  # operators that are split by inputs
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Shard:
         experts = whole.block.experts
         if experts is not None:
             experts = replace(experts, network=replace(experts.network, size=len(self.inner_of_experts(whole))))
-        return replace(whole.block, mixer=self._mixer(whole), feed_forward=inner, experts=experts)
+        beside = whole.block.beside and self._states(whole, whole.block.beside)
+        return replace(whole.block, mixer=self._mixer(whole), feed_forward=inner, experts=experts, beside=beside)
 
     def _mixer(self, whole: ModelConfig) -> Mixer:
         mixer = whole.block.mixer
@@ -75,13 +78,18 @@ class Shard:
             return replace(mixer, num_heads=len(self.heads(whole)), num_kv_heads=len(self.kv_heads(whole)))
         if isinstance(mixer, NoMixer):
             return mixer
-        heads = self.value_heads(whole)
         if isinstance(mixer, ShortConvolution):
-            return replace(mixer, size=len(heads))
-        own = replace(mixer, num_key_heads=len(self.key_heads(whole)), num_heads=len(heads))
-        if not isinstance(own, DeltaRule) or own.tiled is None:
+            return replace(mixer, size=len(self.value_heads(whole)))
+        if isinstance(mixer, Mamba2):
+            return self._states(whole, mixer)
+        own = self._states(whole, mixer)
+        if own.tiled is None:
             return own
-        return replace(own, tiled=(own.tiled + heads.start) % own.num_key_heads)
+        return replace(own, tiled=(own.tiled + self.value_heads(whole).start) % own.num_key_heads)
+
+    def _states(self, whole: ModelConfig, states: States) -> States:
+        heads, key_heads = self.value_heads(whole), self.key_heads(whole)
+        return replace(states, num_key_heads=len(key_heads), num_heads=len(heads))
 
     def _part(self, count: int) -> range:
         each = count // self.size
@@ -113,12 +121,15 @@ def _divides(config: ModelConfig, num_ranks: int) -> bool:
         shared = mixer.num_heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     else:
         shared = isinstance(mixer, NoMixer) or _units(mixer)[0] % num_ranks == 0
+    beside = config.block.beside
+    shared = shared and (beside is None or _units(beside)[0] % num_ranks == 0)
     experts = config.block.experts
     if not shared or any(
         size % num_ranks for size in (config.intermediate_size, experts.network.size if experts else 0)
     ):
         return False
-    split = [part for operator in SPLIT_BY_INPUTS for part in config.layer_matrices()[operator]]
+    matrices = config.layer_matrices()
+    split = [part for operator in SPLIT_BY_INPUTS for part in matrices.get(operator, ())]
     split += [expert_matrices(config.block, config.hidden_size)["down"]] if experts else []
     split = [part for part in split if part.encoding]
     return all(part.inputs // num_ranks % ENCODINGS[part.encoding].numbers == 0 for part in split)

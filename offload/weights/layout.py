@@ -37,7 +37,7 @@ class LayerWeights:
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
     layer with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, see
     `matrices.latent_shapes`. to_latent, from_latent: where experts read latents. input_gate, input_out: of a layer with
-    an input."""
+    an input. states_in, states_out: the projections of a recurrence beside attention."""
 
     qkv: Linear
     o: Linear
@@ -62,6 +62,8 @@ class LayerWeights:
     v_b: Linear | None = None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
+    states_in: Linear | None = None
+    states_out: Linear | None = None
     input_gate: Linear | None = None
     input_out: Linear | None = None
     after_input: NormWeights | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
+from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import ExpertHomes
@@ -41,6 +42,7 @@ def load_layer(
     block, own = whole.blocks[index], whole.layer(index)
     order = head_order(block.attention) if block.attends else None
     pending = {name: sources(own, shard, f"{name}.weight") for name in own.layer_matrices()}
+    factors = {name: list(each) for name, each in block.factors}
     for name, view in layout.views.items():
         target, row, operator = view.of(buffer), 0, name.partition(".")[0]
         is_matrix = operator in pending and not name.endswith(".bias")
@@ -55,6 +57,8 @@ def load_layer(
             into = rows.T if source.transposed else rows
             read = checkpoint.read_stored if name in layout.stored else checkpoint.read_into
             read(whole.layer_name(index) + source.name, into, rows=source.rows, columns=source.columns)
+            if is_matrix and operator in factors:
+                rows *= _factor(factors[operator].pop(0), name, layout)
             if order is not None and source.rotates:
                 _order_heads(rows.flatten() if name in layout.norms else rows, order)
             row += source.height
@@ -65,6 +69,16 @@ def load_layer(
             target += 1
         elif name == "decay" and whole.names.recurrence.is_log:
             target.exp_().neg_()
+
+
+def _factor(factor: float, view: str, layout: LayerLayout) -> float:
+    """The factor of a part of a matrix. Raises ModelError if the matrix is stored in blocks."""
+    if view in layout.stored:
+        raise ModelError(
+            f"the model multiplies its matrices by factors (one is {factor:g}), which matrices in blocks cannot take; "
+            "fetch it in 16 bits, or as a GGUF file, which has them multiplied already"
+        )
+    return factor
 
 
 def _order_heads(rows: Tensor, order: Tensor) -> None:

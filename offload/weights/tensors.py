@@ -54,6 +54,11 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         if kind == "bias":
             return [Source(f"{name}.bias", hidden)] if shard.rank == 0 else []
         return [Source(f"{name}.weight", hidden, inputs)]
+    if operator == "states_in":
+        parts = _of_parts(whole, names.recurrence.parts, recurrence_rows(whole, shard))
+        return [replace(part, name=f"{part.name}.weight", columns=hidden) for part in parts]
+    if operator == "states_out":
+        return [Source(f"{names.recurrence.out}.weight", hidden, _of_states(whole, shard))]
     if operator in AROUND_EXPERTS:
         return [_of_latents(whole, operator)]
     if operator in OF_INPUT:  # whole on every rank
@@ -144,7 +149,7 @@ def _out_normed(whole: ModelConfig, shard: Shard) -> range:
     states = whole.block.recurrence
     if isinstance(states, DeltaRule):  # all heads share it
         return range(states.norm_size)
-    return _times(shard.value_heads(whole), states.value_dim)
+    return _of_states(whole, shard)
 
 
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
@@ -221,7 +226,12 @@ def _by_inputs(whole: ModelConfig, shard: Shard, operator: str) -> tuple[str, ra
         attention = whole.block.attention
         size = attention.out_size // attention.num_heads
         return whole.names.attention + whole.names.out, _times(shard.heads(whole), size)
-    return whole.names.recurrence.out, _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
+    return whole.names.recurrence.out, _of_states(whole, shard)
+
+
+def _of_states(whole: ModelConfig, shard: Shard) -> range:
+    """The shard's numbers of a recurrence's output."""
+    return _times(shard.value_heads(whole), whole.block.recurrence.value_dim)
 
 
 def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:

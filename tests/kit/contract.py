@@ -83,6 +83,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
             "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
             "q_lora_rank": tiny.fields["q_lora_rank"] and 64,
         }  # fmt: skip
+    if "mamba_d_ssm" in tiny.fields:
+        grown["mamba_d_ssm"] = 256
     if "global_head_dim" in tiny.fields:
         grown["global_head_dim"] = 16 if tiny.fields["global_head_dim"] == SMALL["head_dim"] else 32
     if tiny.fields.get("hidden_size_per_layer_input"):

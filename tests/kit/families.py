@@ -495,6 +495,17 @@ TINY: dict[str, Tiny] = {
         "granitemoehybrid", **MULTIPLIED, **GRANITE_MAMBA | {"layer_types": ["full_attention"] * 4},
         num_local_experts=0, shared_intermediate_size=48, position_embedding_type="rope",
     ),
+    "falcon_h1": _with(
+        "falcon_h1", **{key: size for key, size in GRANITE_MAMBA.items() if key not in ("layer_types", "head_dim")},
+        mamba_d_ssm=64, ssm_multipliers=[0.7, 1.3, 0.8, 1.2, 0.9], key_multiplier=0.6, mlp_multipliers=[0.7, 1.4],
+        attention_in_multiplier=1.2, attention_out_multiplier=0.8, ssm_in_multiplier=1.3, ssm_out_multiplier=0.7,
+        embedding_multiplier=2.0, lm_head_multiplier=0.5,
+    ),
+    "falcon_h1, normed": _with(
+        "falcon_h1", **{key: size for key, size in GRANITE_MAMBA.items() if key not in ("layer_types", "head_dim")}
+        | {"mamba_n_groups": 2, "num_hidden_layers": 2}, mamba_d_ssm=64, mamba_rms_norm=True, num_key_value_heads=1,
+        mamba_norm_before_gate=False, mamba_conv_bias=False, tie_word_embeddings=True,
+    ),
     "qwen3_vl": Tiny("qwen3_vl_text", {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}}, "qwen3_vl"),
     "qwen3_vl_moe": Tiny(
         "qwen3_vl_moe_text",

@@ -41,12 +41,13 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe", "granitemoehybrid": "granitehybrid",
     "glm4_moe_lite": "deepseek2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "mistral4": "mistral4",
     "afmoe": "afmoe", "laguna": "laguna", "cohere2_moe": "cohere2moe",
+    "falcon_h1": "falcon-h1",
 }  # fmt: skip
 LIKE = {"laguna": "exaone-moe", "cohere2moe": "exaone-moe"}  # whose names the package has
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
-MAMBA = ("nemotron_h", "granitemoehybrid")
+MAMBA = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 LATENT = ("deepseek2", "mistral4")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
@@ -306,6 +307,8 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         return with_states(name, tensor, config)
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
+    if arch == "falcon-h1":
+        tensor = multiplied(name, tensor, config)
     if config["model_type"] in MAMBA and (".mixer." in name or ".mamba." in name):
         return with_mamba(name, tensor, config)
     if name.endswith("shared_expert_gate.weight"):
@@ -321,6 +324,24 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
             pairs = heads_rows[:, 0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
             return torch.stack([pairs, heads_rows[:, 1]], 1).flatten(0, 2)
     return tensor
+
+
+def multiplied(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """With the multipliers of Falcon-H1 in the weights."""
+    states, (gate, down) = config["ssm_multipliers"], config["mlp_multipliers"]
+    found = {
+        "q_proj": config["attention_in_multiplier"], "v_proj": config["attention_in_multiplier"],
+        "k_proj": config["attention_in_multiplier"] * config["key_multiplier"],
+        "o_proj": config["attention_out_multiplier"], "mamba.out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate, "down_proj": down, "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    if "mamba.in_proj" in name:
+        inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = torch.tensor([inner, inner, keys, keys, config["mamba_n_heads"]])
+        rows = torch.tensor(states).repeat_interleave(sizes) * config["ssm_in_multiplier"]
+        return tensor * rows[:, None]
+    return tensor * next((factor for part, factor in found.items() if part in name), 1.0)
 
 
 def with_mamba(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -477,7 +498,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
         ("logit_scale", writer.add_logit_scale), ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
     ):  # fmt: skip
-        if config.get(key) is not None:
+        if config.get(key) is not None and arch != "falcon-h1":
             add(config[key])
     window, types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and arch in (
@@ -520,8 +541,10 @@ def _convolutions(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def _mamba(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
     """Sizes of states, and by layer what those of one part have."""
     types = layer_types(config)
+    if arch == "falcon-h1":
+        types = ["full_attention"]  # and a state
     kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in types]
-    writer.add_head_count_kv(kv_heads if arch != "granite" else kv_heads[0])
+    writer.add_head_count_kv(kv_heads if arch not in ("granite", "falcon-h1") else kv_heads[0])
     if arch in NEMOTRON_H:
         inner = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
         writer.add_feed_forward_length([inner.get(kind, 0) for kind in types])

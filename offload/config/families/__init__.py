@@ -13,6 +13,7 @@ from offload.config.families import (
     ernie4_5_moe,
     exaone4,
     exaone_moe,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3,
@@ -59,7 +60,8 @@ _MODULES = (
     llama, mistral, qwen, qwen2_moe, qwen3_moe, qwen3_next, gpt_oss, qwen3_5, qwen3_5_moe, granite, seed_oss, ernie4_5,
     ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
     cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, gemma4_assistant, arcee, exaone4, exaone_moe, ministral3,
-    starcoder2, muse_glimmer, afmoe, laguna, cohere2_moe, lfm2, lfm3, nemotron_h, granitemoehybrid, deepseek, mistral4,
+    starcoder2, muse_glimmer, afmoe, laguna, cohere2_moe, lfm2, lfm3, nemotron_h, granitemoehybrid, falcon_h1, deepseek,
+    mistral4,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -7,7 +7,7 @@ from offload.config.block import Norm
 from offload.config.families import granite
 from offload.config.families.common import Defaults, Family, epsilon
 from offload.config.families.experts import READS, read_experts, with_experts
-from offload.config.families.states import STATEFUL, mamba_names, read_mamba, with_states
+from offload.config.families.states import STATEFUL, mamba_names, no_limits, read_mamba, with_states
 from offload.config.families.windows import FULL
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
@@ -17,7 +17,6 @@ _OLD = {"mamba": STATEFUL, "attention": FULL}
 _TYPES, _OTHER_TYPES = "layer_types", "layers_block_type"
 _SHARED, _COUNT = "shared_intermediate_size", "num_local_experts"
 _HEADS, _HEAD_DIM = "mamba_n_heads", "mamba_d_head"
-_LIMITS, _INFINITE = "time_step_limit", (float("inf"), {"__float__": "Infinity"})  # as transformers writes it
 _JOINED = "block_sparse_moe.input_linear"
 _NAMES = TensorNames(
     fused_gate_up="shared_mlp.input_linear",
@@ -30,9 +29,7 @@ _NAMES = TensorNames(
 
 
 def describe(source: Fields) -> ModelConfig:
-    defaults, limits = Defaults(), source.data.get(_LIMITS)
-    if limits is not None and limits not in ([0.0, each] for each in _INFINITE):
-        source.refuse(_LIMITS, "absent or [0.0, Infinity]: time steps are not limited")
+    no_limits(source)
     sized = source.changed({"intermediate_size": source.integer(_SHARED, 1 << 22, default=1024)})
     rotates, count = source.data.get("position_embedding_type") == "rope", source.integer("num_hidden_layers", 1 << 12)
     config = granite.described(
@@ -52,7 +49,7 @@ def describe(source: Fields) -> ModelConfig:
     mamba = read_mamba(
         named, heads=(_HEADS, 128), head_dim=(_HEAD_DIM, 64), groups=("mamba_n_groups", 1),
         state=("mamba_d_state", 256), width=("mamba_d_conv", 4), taps_bias="mamba_conv_bias", bias=bias, out_bias=bias,
-        norm=Norm(epsilon(source, defaults), fp32=True),
+        norm=Norm(epsilon(source, Defaults()), fp32=True),
     )  # fmt: skip
     return with_states(config, mamba, layers)
 

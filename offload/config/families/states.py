@@ -13,6 +13,7 @@ from offload.config.names import RecurrenceNames
 from offload.fields import Fields
 
 STATEFUL, CONVOLVED = "linear_attention", "conv"
+_LIMITS = "time_step_limit"
 _MOST_TAPS = 8  # that the CPU's kernels know
 
 
@@ -70,6 +71,13 @@ def read_mamba(
     if found.width < 2:
         source.refuse(width[0], "2 or more")
     return found
+
+
+def no_limits(source: Fields) -> None:
+    """Raises ModelError for limits of time steps, but for what transformers writes where there are none."""
+    limits = source.data.get(_LIMITS)
+    if limits is not None and limits not in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        source.refuse(_LIMITS, "absent or [0.0, Infinity]: time steps are not limited")
 
 
 def mamba_names(prefix: str) -> RecurrenceNames:

@@ -162,7 +162,7 @@ def seconds(run: Callable[[], object]) -> float:
 def rule_alone(config: ModelConfig, rows: int, replayed: int, num_bytes: int) -> Callable[[], object]:
     """The delta rule of layer after layer, over states of so many bytes or a few more: each run is of another one."""
     delta, own = config.recurrence, of_model(torch.device("cpu"), config)
-    assert delta is not None
+    assert isinstance(delta, DeltaRule)
     count = -(-num_bytes // (4 * math.prod(delta.state_shape)))
     inputs = torch.randn(delta.width - 1 + HELD, delta.kept).to(DTYPE)
     held = [Held(torch.randn(delta.state_shape), inputs) for _ in range(count)]

@@ -232,6 +232,16 @@ def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool, gates: bo
     )
 
 
+def test_experts_on_the_host_read_latents() -> None:
+    best()
+    given, run = scene(Experts(FeedForward(32), 8, 3, latent=32), torch.bfloat16, 5), cpu.kernels().experts
+    assert run is not None
+    latents = given.rows[:, :32].contiguous()
+    found = HostMixes()(0, given.mixture, given.homes, given.rows, None, None, latents)
+    assert found.shape == latents.shape
+    assert torch.equal(found, given.by(run))
+
+
 class TestSeconds:
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from kit.models import (
 )
 from kit.processor import OPERATORS, of
 from kit.quantised import engine_of
+from kit.stored_models import store
 from offload.config.block import (
     BLOCK_NORMS,
     Attention,
@@ -560,6 +561,13 @@ def test_real_mixtures_have_the_sizes_that_their_names_say(
     found = config_of(config)
     assert round(found.num_parameters() / 1e9, 1) == billions
     assert (found.kv_bytes_per_token(2), len(found.windowed)) == (kv_bytes, windows)
+
+
+def test_multipliers_of_matrices_in_blocks_are_refused(tmp_path: Path) -> None:
+    """Falcon-H1's are multiplied into plain numbers as they are read; codes and their scales would not be the same."""
+    folder = store(save_tiny("falcon_h1", tmp_path / "model", tokenizer=True, **fields_of("falcon_h1")), "int4")
+    with pytest.raises(ModelError, match=r"multiplies its matrices by factors .* GGUF file"):
+        load(folder)
 
 
 def test_a_field_that_a_description_gets_later_changes_no_sessions_digest(tmp_path: Path) -> None:

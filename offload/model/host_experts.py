@@ -32,7 +32,7 @@ class HostMixes:
         rows: Tensor,
         beside: Tensor | None,
         real: Tensor | None,
-        latents: Tensor | None,
+        latents: Tensor | None = None,
     ) -> Tensor:
         """See `RunExperts`: the output for `rows`, on their device. homes: with their bank on the host. A copy to the
         host waits for the device, so what is not needed there stays."""

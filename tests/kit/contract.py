@@ -243,9 +243,9 @@ def _other_draft(root: Path) -> Path:
     return save(draft, root / "draft", tokenizer=True)
 
 
-def _stored_states(form: str, root: Path) -> Pair:
-    """A quantised folder in which rows of each key head are together."""
-    folder = save_tiny("qwen3_next", root / "target", tokenizer=True, **FILES["qwen3_next"])
+def _stored_states(name: str, form: str, root: Path) -> Pair:
+    """A quantised folder: of Qwen3-Next, in which rows of each key head are together, or of layers of one part."""
+    folder = save_tiny(name, root / "target", tokenizer=True, **FILES[name])
     return store(folder, form), _other_draft(root)
 
 
@@ -257,12 +257,13 @@ def _file_twin(name: str, kind: str, target: Path, root: Path) -> Path:
     return root / "twin.gguf"
 
 
+QUANTISED = ("qwen3_next", "nemotron_h")
 MODELS: Mapping[str, Model] = {
     **{name: Model(partial(_family, name)) for name in GROWN},
     **{f"{name} with its head": Model(partial(_headed, name)) for name in heads.FORMS},
     **{f"qwen2 in {form}": Model(partial(_stored, form), _plain_twin) for form in (*FORMS, *GGUF)},
     **{f"qwen3_moe in {form}": Model(partial(_stored_mixture, form), _mixture_twin) for form in (*FORMS, *GGUF)},
-    "qwen3_next in int4": Model(partial(_stored_states, "int4"), _plain_twin),
+    **{f"{name} in int4": Model(partial(_stored_states, name, "int4"), _plain_twin) for name in QUANTISED},
     **{
         f"{name} in a file, {kind}": Model(partial(_file, name, kind), partial(_file_twin, name, kind))
         for name, kinds in KINDS_OF.items()

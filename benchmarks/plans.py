@@ -145,6 +145,43 @@ MIXTURES: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.j
         "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": True, "attention_bias": True,
         "routed_scaling_factor": 1.0,
     }, "Q4_K_M"),
+    "Qwen3-Coder-Next 80B-A3B Q4_K_M": ({
+        "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    }, "Q4_K_M"),
+    "MiniMax-M2 230B-A10B Q4_K_M": ({
+        "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
+        "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+        "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 196608,
+    }, "Q4_K_M"),
+    "GLM-4.7-Flash 30B-A3B Q4_K_M": ({
+        "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+        "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1,
+        "topk_group": 1, "max_position_embeddings": 202752,
+    }, "Q4_K_M"),
+    "LFM2 24B-A2B Q4_K_M": ({
+        "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 11776,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "num_dense_layers": 2, "norm_topk_prob": True,
+        "use_expert_bias": True, "conv_L_cache": 3, "tie_word_embeddings": True, "max_position_embeddings": 131328,
+        "layer_types": ["conv", "conv", "full_attention", "conv"] * 10,
+    }, "Q4_K_M"),
+    "Nemotron 3 Nano 30B-A3B Q4_K_M": ({
+        "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+        "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 128,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
+        "max_position_embeddings": 262144, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+    }, "Q4_K_M"),
 }  # fmt: skip
 HOSTS = (64, 128)  # GB of memory
 MIXTURES_HEAD = "| | 32,768 tokens | 131,072 |"

@@ -51,7 +51,9 @@ from offload.config.block import (
     ShortConvolution,
 )
 from offload.config.config_json import config_of
+from offload.config.encodings import matrices
 from offload.config.families import FAMILIES, WRAPPERS
+from offload.config.gguf_forms import FORMS, in_form
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.config.rope import Rope
@@ -67,6 +69,7 @@ from offload.plan.shards import check_divides
 from offload.plan.sizing import Sizing
 from offload.session.fingerprints import identity_of, model_digest
 from offload.session.store import Store
+from offload.weights.tensors import expected_tensors
 from test_parity import assert_same_logits, in_decoding, in_prefill
 
 LENGTH = 45
@@ -517,6 +520,18 @@ def test_nemotrons_own_config_has_the_parameters_that_its_name_says(tmp_path: Pa
         key = "hybrid_override_pattern" if isinstance(words, str) else "layers_block_type"
         with pytest.raises(ModelError, match=f"{key} is"):
             config_of({**fields, key: words})
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if not TINY[name].wrapped])
+def test_a_file_that_is_not_fetched_can_be_planned_in_any_form(name: str) -> None:
+    """Each matrix by its name, with its shape in the checkpoint."""
+    config = config_of(TINY[name].config())
+    every, tensors = matrices(config), expected_tensors(config)
+    assert {name: (each.outputs, each.inputs) for name, each in every.items()} == {
+        name: tensors[name] for name in every
+    }
+    for form in FORMS:
+        assert in_form(config, form).block.encodings.every
 
 
 LAGUNA_XS: dict[str, object] = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kit.models import GREEDY, perturbed, random_model, save
-from offload.config.matrices import OPERATORS
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
@@ -95,13 +94,14 @@ def test_the_copy_is_of_the_layers_weights_and_on_the_gpu(case: Case, pair: Pair
     with on_paper(), loaded(replace(case, offload=()), pair) as engine:
         exact = list(engine.worker.target.weights.layers)
         bits = case.sizes.weight_bits
-        wanted = [{name: _codes_of(getattr(layer, name).weight, bits) for name in OPERATORS} for layer in exact]
+        wanted = [{name: _codes_of(own.weight, bits) for name, own in layer.operators.items()} for layer in exact]
     with engine_on_paper(case, pair) as (engine, gpu):
         weights = engine.worker.models._quantised[bits].weights
         assert isinstance(weights.layers, ResidentLayers)
         for layer, codes in zip(weights.layers, wanted, strict=True):
-            for name in OPERATORS:
-                ours = getattr(layer, name).weight
+            assert layer.operators.keys() == codes.keys()
+            for name, own in layer.operators.items():
+                ours = own.weight
                 assert isinstance(ours, Codes)
                 assert isinstance(ours.blocks, PaperTensor)
                 assert torch.equal(ours.blocks.raw, codes[name])

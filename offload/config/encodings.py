@@ -54,8 +54,8 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
         of_operators |= {"to_latent": names.around_experts[:1], "from_latent": names.around_experts[1:]}
         of_operators |= {"input_gate": names.inputs[:1], "input_out": names.inputs[1:]}
         of_operators |= dict(zip(BESIDE, (names.beside[:-1], names.beside[-1:]), strict=True))
-        for operator, own_parts in parts.items():
-            for name, part in zip(of_operators[operator], own_parts, strict=True):
+        for operator, own_names in of_operators.items():
+            for name, part in zip(own_names, parts.get(operator, ()), strict=True):
                 if part.outputs and part.inputs:
                     _add(found, layer + name, part)
         for name, part in _stored_latent(block, config.names):

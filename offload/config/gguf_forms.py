@@ -43,6 +43,6 @@ def _in_q4_k_m(config: ModelConfig, name: str) -> str:
     count = config.num_layers
     layer = int(name.split("layers.")[1].split(".")[0]) if "layers." in name else 0
     more = layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
-    if more and ("v_proj" in name or "down_proj" in name):
+    if more and any(part in name for part in ("v_proj", "down_proj", ".w2.")):
         return "Q6_K"
     return "Q5_K" if "v_proj" in name and count == _LAYERS_OF_70B else "Q4_K"

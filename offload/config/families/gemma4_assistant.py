@@ -14,7 +14,7 @@ from offload.config.families.common import Family
 from offload.config.model import ModelConfig
 from offload.fields import Fields
 
-_TEXT, _TARGET = "text_config", "backbone_hidden_size"
+_TEXT, _TARGET, _TIED = "text_config", "backbone_hidden_size", "tie_word_embeddings"
 _ORDERED, _CLUSTERS, _BEST = "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k"
 _SIZES = {family.name: family.sizes for family in gemma4.FAMILIES}
 
@@ -24,7 +24,7 @@ def _describe(text: str, describe: Callable[[Fields], ModelConfig], source: Fiel
     layers = inner.integer("num_hidden_layers", 1 << 12)
     if inner.data.get("num_kv_shared_layers") not in (None, 0, layers):
         inner.refuse("num_kv_shared_layers", f"{layers}: all layers read the keys and values of another model")
-    own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, _TIED: source.flag(_TIED, True)}
     filled = {**_SIZES[text], **inner.data, **own, "dtype": source.data.get("dtype")}
     config = describe(source.inner(_TEXT, filled))
     assistant = Assistant(source.integer(_TARGET, 1 << 20))

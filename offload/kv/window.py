@@ -201,7 +201,7 @@ class WindowCache(PagedPart):
         return attended(self._attention, rows, runs, into=len(runs) if writes else 0)
 
     def _runs(self, layer: int, start: int, stop: int) -> list[Run]:
-        """What rows at `start` to `stop` see."""
+        """The runs that rows at `start` to `stop` see."""
         return [
             Run(tile, min(stop - base, tile.shape[1] * self.shape.page_tokens), base, windowed=True)
             for tile, base in self._seen(layer, start, stop)

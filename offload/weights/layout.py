@@ -61,7 +61,7 @@ class LayerWeights:
 
     @property
     def operators(self) -> dict[str, Linear]:
-        """Those of OPERATORS that the layer has."""
+        """The layer's matrices, by name, in the order of OPERATORS."""
         return {name: own for name in OPERATORS if (own := getattr(self, name)) is not None}
 
     def vectors(self) -> list[Tensor]:

@@ -278,7 +278,7 @@ def encode(place: Place, turn: Turn) -> None:
 QUIET = Output(quiet=True)
 LOOPS: dict[str, Callable[[Place, Turn], object]] = {
     "offload.model.level.Level.run": passes,
-    "offload.model.decoder.Decoder.prefill": prefill,
+    "offload.model.decoder.Decoder._append": prefill,
     "offload.model.quantised.quantised_weights": quantise,
     "offload.transfer.prepinned.Prepinned.take": take_ahead,
     "offload.worker.models._stage.report": lambda place, turn: endlessly(

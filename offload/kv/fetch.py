@@ -186,7 +186,7 @@ class GpuFetch:
 
 
 def _of_layers(of_homes: Tensor, reads: Tensor) -> Tensor:
-    """The entries of each layer, among those of the layers with a home, [L, ...]; all where each has its own."""
+    """Values of the layers with a home, [L, ...], for each layer that reads one; themselves where each has its own."""
     return of_homes if len(of_homes) == len(reads) else of_homes[reads.to(of_homes.device)]
 
 

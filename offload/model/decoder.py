@@ -190,7 +190,7 @@ class Decoder:
         on_tokens: Callable[[int], None],
         on_hidden: OnHidden | None,
     ) -> None:
-        """The forward of a prefill, see `prefill`."""
+        """A prefill of tokens that the caches can take layer by layer, see `prefill`."""
         row_layers, num_layers = 0, (self.config.prefilled if on_hidden is None else self.config).num_layers
         with torch.inference_mode():
             cache.begin("prefill", len(tokens))

@@ -70,7 +70,7 @@ class LayerWeights:
 
     @property
     def operators(self) -> dict[str, Linear]:
-        """The layer's operators, by name."""
+        """The layer's matrices, by name, in the order of OPERATORS."""
         return {name: own for name in OPERATORS if (own := getattr(self, name)) is not None}
 
     def vectors(self) -> list[Tensor]:

@@ -92,9 +92,9 @@ def test_a_pass_runs_on_the_kernels_where_that_is_asked_for(
     layers: list[int] = []
     layer = NativeLayers.run
 
-    def counted(self: NativeLayers, index: int, *args: object) -> None:
+    def counted(self: NativeLayers, index: int, *args: object, **named: object) -> None:
         layers.append(index)
-        layer(self, index, *args)  # type: ignore[arg-type]
+        layer(self, index, *args, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(NativeLayers, "run", counted)
     decoder = load(folders["qwen3"], kernels=best())
@@ -138,8 +138,8 @@ def test_a_pass_that_is_broken_off_changes_nothing_of_the_next(
         "target", decoder, full_cache(decoder, SIZES), vocab_size=decoder.config.vocab_size, block=SIZES.block
     )
 
-    def fails(self: NativeLayers, index: int, *args: object) -> None:
-        layer(self, index, *args)  # type: ignore[arg-type]
+    def fails(self: NativeLayers, index: int, *args: object, **named: object) -> None:
+        layer(self, index, *args, **named)  # type: ignore[arg-type]
         if index:
             raise KeyboardInterrupt
 

@@ -93,7 +93,6 @@ def test_logits_are_capped_where_the_file_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("embedding_length_per_layer_input", 1 << 30, "is 1073741824; it must be a whole number from 0 to"),
         ("attention.shared_kv_layers", 7, "is 7; it must be a whole number from 0 to 6"),
         ("feed_forward_length", [48] * 6 + [96], "is a list of 7; it must be the same in all layers"),
         ("attention.sliding_window", 0, "is 0; it must be a whole number from 1"),

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mistral4Config
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
-from kit.families import random_tiny, save_tiny
+from kit.families import TINY, random_tiny, save_tiny
 from kit.gguf_models import write_gguf
 from kit.models import Sizes, load, random_tokens, resident_rows, target_cache
 from kit.processor import best
@@ -28,6 +29,7 @@ from offload.errors import ModelError
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.stored import StoredMatrix
+from offload.kernels.experts import chosen
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.products import Step, Steps, divided, room_to_widen
 from offload.kernels.rope import RopeTable, Scoring
@@ -255,6 +257,22 @@ def test_norms_of_low_rank_rows_have_an_epsilon_of_their_own(tmp_path: Path, nam
 
 def _with_norm(block: Block, norm: Norm) -> Block:
     return replace(block, mixer=replace(block.attention, qk_norm=norm))
+
+
+@torch.inference_mode()
+def test_shares_of_mistral_4_are_rounded_to_the_dtype() -> None:
+    """As by transformers' router, whose softmax is in it."""
+    fields = {**TINY["mistral4"].config(), "n_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    fields = {key: value for key, value in fields.items() if key != "model_type"}
+    theirs = Mistral4TopkRouter(Mistral4Config(**fields)).bfloat16()  # type: ignore[arg-type]
+    experts = config_of({**fields, "model_type": "mistral4"}).experts
+    assert experts is not None
+    rows, matrix = ((4 * normal(*size, seed=size[0])).round().bfloat16() / 8 for size in ((40, 32), (12, 32)))
+    theirs.weight.copy_(matrix)
+    weights, scores = theirs(rows)[1].float().sort(1)[0], rows.float() @ matrix.float().T
+    for own, is_same in ((experts, True), (replace(experts, rounded="none"), False)):
+        shares = chosen(own, scores, dtype=torch.bfloat16)[1].sort(1)[0]  # of equal ones topk may take another
+        assert torch.equal(shares, weights) is is_same
 
 
 def test_a_token_of_glm_flash_takes_54_kb_of_cache() -> None:

@@ -176,12 +176,9 @@ class NativeLayers:
         self, layer: int, step: Attend, latent: Latent, room: _Room, num_rows: int, caches: MixRows
     ) -> None:
         """Latent attention between two steps, from and to the room's buffers."""
-        norm, low, heads = (
-            step.weights.k_norm,
-            room.qkv[:num_rows, -step.attention.head_dim :],
-            step.attention.num_heads,
-        )
+        norm, heads = step.weights.k_norm, step.attention.num_heads
         assert norm is not None
+        low = room.qkv[:num_rows, -step.attention.head_dim :]
         norm_heads(self._kernels, low[:, : latent.rank], norm)
         plain, rotated = (rows[:num_rows].unflatten(1, (heads, -1)) for rows in (room.absorbed, room.queries))
         q = in_halves(rotated[..., latent.plain :], plain)

@@ -69,7 +69,8 @@ def by_heads(x: Tensor, weight: Weight) -> Tensor:
     heads = divided(weight, x.shape[1])
     if isinstance(weight, Tensor) and x.device.type != "cpu":
         return torch.bmm(x.transpose(0, 1), weight.unflatten(0, (len(heads), -1)).transpose(1, 2)).transpose(0, 1)
-    return torch.stack([product(rows, head, None) for rows, head in zip(x.unbind(1), heads, strict=True)], 1)
+    by_head = x.transpose(0, 1).contiguous()
+    return torch.stack([product(rows, head, None) for rows, head in zip(by_head, heads, strict=True)], 1)
 
 
 def numbers(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from offload.config.block import Attention
 from offload.kernels import rows as rows_module
 from offload.kernels.rows import AttentionShape, attention_alike, products_alike, same_at_every_place
 from offload.model import decoder as decoder_module
-from offload.model.heads import gated
+from offload.model.heads import gated_heads
 from offload.model.level import Level, StreamingLevel
 from offload.model.passes import forward
 
@@ -219,8 +219,8 @@ def test_gates_of_heads_give_a_row_the_same_bits_beside_any_others(dtype: str, g
     projected = torch.randn(37, sum(attention.parts), generator=generator).mul(4).to(DTYPES[dtype])
     attended = torch.randn(37, attention.q_size, generator=generator).to(DTYPES[dtype])
     gate = projected.split(attention.parts, 1)[-1]
-    every = gated(attention, attended, gate)
+    every = gated_heads(attention, attended, gate)
     for count in range(1, 37, 5):
         for first in range(0, 37 - count, 3):
             some = slice(first, first + count)
-            assert torch.equal(gated(attention, attended[some], gate[some]), every[some])
+            assert torch.equal(gated_heads(attention, attended[some], gate[some]), every[some])

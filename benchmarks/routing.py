@@ -33,8 +33,8 @@ import torch
 from report import about, emit, say, table
 from torch import Tensor
 
-from offload.config.block import Experts
 from offload.config.model import ModelConfig
+from offload.config.networks import Experts
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request

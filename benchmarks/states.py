@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from report import about, emit, say
 
-from offload.config.block import DeltaRule
 from offload.config.config_json import config_of
+from offload.config.mixers import DeltaRule
 from offload.config.model import ModelConfig
 from offload.kernels.cpu import kernels, of_model
 from offload.kernels.norms import NormWeights, dtype_of

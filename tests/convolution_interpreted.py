@@ -15,7 +15,7 @@ from torch import Tensor
 from delta_interpreted import COUNTS, DIVIDED, DTYPES, Tokens, copied, outputs, some
 from gpu_interpreted import normal
 from kit.interpreter import rounds_to_bf16
-from offload.config.block import ShortConvolution
+from offload.config.mixers import ShortConvolution
 from offload.kernels import convolution as by_torch
 from offload.kernels.gpu import convolution as by_triton
 from offload.kernels.gpu.convolution import short_convolution

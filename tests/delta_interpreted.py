@@ -18,7 +18,8 @@ from torch.testing import assert_close
 
 from gpu_interpreted import normal
 from kit.interpreter import rounds_to_bf16, without_idle_work
-from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence
+from offload.config.mixers import DeltaRule, Mamba2, Recurrence
+from offload.config.norm import Norm
 from offload.kernels.device import DeviceKernels
 from offload.kernels.gpu import delta as by_triton
 from offload.kernels.gpu import delta_programs

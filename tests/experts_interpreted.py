@@ -21,7 +21,8 @@ import test_experts
 from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from kit.processor import before_a_guard
 from kit.stored import NAMES
-from offload.config.block import Experts, FeedForward, Norm
+from offload.config.networks import Experts, FeedForward
+from offload.config.norm import Norm
 from offload.formats.encodings import ENCODINGS
 from offload.kernels import experts as twin
 from offload.kernels.experts import Bank, ExpertHomes, Mixture, Room, Router

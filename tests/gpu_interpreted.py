@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
 from kit.models import LateLink, count_fetched
-from offload.config.block import Activation
+from offload.config.networks import Activation
 from offload.errors import TriforceError
 from offload.kernels import activation as activation_by_torch
 from offload.kernels.device import NONE, DeviceKernels

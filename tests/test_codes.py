@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.oracles import step_with_torch
 from kit.processor import built, on_this_machine, threads
-from offload.config.block import Norm
+from offload.config.norm import Norm
 from offload.formats import quantised as codes
 from offload.formats.quantised import GROUP, TILE, Codes, encode, encode_with_torch
 from offload.kernels.norms import NormWeights

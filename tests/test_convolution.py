@@ -16,7 +16,7 @@ from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from kit.processor import before_a_guard, built, on_this_machine
-from offload.config.block import ShortConvolution
+from offload.config.mixers import ShortConvolution
 from offload.kernels import convolution as twin
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence
 from test_delta import DTYPES, EXECUTORS, NUM_TOKENS, PASSES, ROOM, Scene, check_divided, with_a_bug

@@ -14,8 +14,9 @@ import torch
 from kit.families import save_tiny
 from kit.models import CURVES, random_tokens
 from kit.processor import best
-from offload.config.block import Encodings, Experts, FeedForward
+from offload.config.block import Encodings
 from offload.config.model import ModelConfig, llama_shaped
+from offload.config.networks import Experts, FeedForward
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest

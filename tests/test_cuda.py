@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kit.asked import Asked, alone, together  # noqa: E402
-from offload.config.block import DeltaRule, Mamba2, Recurrence, ShortConvolution  # noqa: E402
+from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad, softplus
 
 from kit.processor import before_a_guard, built, on_this_machine, threads
-from offload.config.block import DeltaRule, Mamba2, Norm
+from offload.config.mixers import DeltaRule, Mamba2
+from offload.config.norm import Norm
 from offload.kernels import delta, mamba
 from offload.kernels.norms import NormWeights
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence

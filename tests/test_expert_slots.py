@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kit.processor import on_this_machine
-from offload.config.block import Experts, FeedForward
+from offload.config.networks import Experts, FeedForward
 from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
 from offload.speed.routing import distinct_experts, hit_rate

@@ -17,8 +17,10 @@ from torch.nn.functional import silu
 from kit.models import CPU
 from kit.processor import built, on_this_machine, threads
 from kit.stored import made_up
-from offload.config.block import Encodings, Experts, FeedForward, Norm
+from offload.config.block import Encodings
 from offload.config.model import ModelConfig, llama_shaped
+from offload.config.networks import Experts, FeedForward
+from offload.config.norm import Norm
 from offload.formats.stored import StoredMatrix
 from offload.kernels import experts as twin
 from offload.kernels.experts import Bank, Mixture, Router, chosen

@@ -36,25 +36,15 @@ from kit.models import (
 from kit.processor import OPERATORS, of
 from kit.quantised import engine_of
 from kit.stored_models import store
-from offload.config.block import (
-    BLOCK_NORMS,
-    Attention,
-    Block,
-    DeltaRule,
-    Experts,
-    FeedForward,
-    Mamba2,
-    Mixer,
-    NoMixer,
-    Norm,
-    Recurrence,
-    ShortConvolution,
-)
+from offload.config.block import BLOCK_NORMS, Block
 from offload.config.config_json import config_of
 from offload.config.encodings import matrices
 from offload.config.families import FAMILIES, WRAPPERS
 from offload.config.gguf_forms import FORMS, in_form
+from offload.config.mixers import Attention, DeltaRule, Mamba2, Mixer, NoMixer, Recurrence, ShortConvolution
 from offload.config.model import ModelConfig
+from offload.config.networks import Experts, FeedForward
+from offload.config.norm import Norm
 from offload.config.reading import read_config
 from offload.config.rope import Rope
 from offload.engine.request import GenerationRequest

@@ -25,12 +25,14 @@ from kit.models import (
     target_cache,
     tiny_plan,
 )
-from offload.config.block import Attention, Block, DeltaRule, Encodings, Mixer, Norm
+from offload.config.block import Block, Encodings
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
+from offload.config.mixers import Attention, DeltaRule, Mixer
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, NextTokenNames, RecurrenceNames, TensorNames
+from offload.config.norm import Norm
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.kernels.rope import inverse_frequencies

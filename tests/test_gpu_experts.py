@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: nothing of the GPU's kernels is tested")
 
-from offload.config.block import Encodings, Experts, FeedForward
+from offload.config.block import Encodings
 from offload.config.model import ModelConfig, llama_shaped
+from offload.config.networks import Experts, FeedForward
 from offload.formats.encodings import ENCODINGS
 from offload.kernels.gpu import expert_programs as programs
 from offload.kernels.gpu.experts import (

@@ -23,7 +23,7 @@ from kit.forked import pytest_in_a_fork  # noqa: E402
 from kit.processor import left_to_torch  # noqa: E402
 from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.config.block import DeltaRule, Mamba2, ShortConvolution  # noqa: E402
+from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.encodings import ENCODINGS  # noqa: E402

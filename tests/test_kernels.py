@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from kit.oracles import step_with_torch
 from kit.processor import built, on_this_machine, threads
-from offload.config.block import Norm
+from offload.config.norm import Norm
 from offload.kernels import cpu
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.norms import NormWeights, add_normed

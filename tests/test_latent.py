@@ -21,9 +21,10 @@ from kit.gguf_models import write_gguf
 from kit.models import Sizes, load, random_tokens, resident_rows, target_cache
 from kit.processor import best
 from kit.stored import made_up
-from offload.config.block import Block, Norm
+from offload.config.block import Block
 from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.quantised import Codes

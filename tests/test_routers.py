@@ -22,7 +22,8 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 
 from kit.processor import built, on_this_machine, threads
-from offload.config.block import Experts, FeedForward, Norm, Scoring
+from offload.config.networks import Experts, FeedForward, Scoring
+from offload.config.norm import Norm
 from offload.kernels import experts_cpu
 from offload.kernels.experts import Bank, ExpertWeights, Mixture, Router, chosen, run_experts
 from offload.kernels.norms import NormWeights

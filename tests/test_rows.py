@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kit.models import Sizes, full_cache, load, random_model, random_tokens, save, streaming_cache
-from offload.config.block import Attention
+from offload.config.mixers import Attention
 from offload.kernels import rows as rows_module
 from offload.kernels.rows import AttentionShape, attention_alike, products_alike, same_at_every_place
 from offload.model import decoder as decoder_module

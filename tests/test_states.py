@@ -33,7 +33,8 @@ from kit.models import (
     tiny_plan,
 )
 from kit.processor import OPERATORS, best, of
-from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.norm import Norm
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine

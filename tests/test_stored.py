@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kit.processor import before_a_guard, built, on_this_machine, threads
 from kit.stored import GGUF, NAMES, YOUNG, made_up
-from offload.config.block import Norm
+from offload.config.norm import Norm
 from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
 from offload.formats.grids import grid
 from offload.formats.stored import StoredMatrix, decode

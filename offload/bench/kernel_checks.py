@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
-from offload.config.block import Activation, Experts, FeedForward, Norm
+from offload.config.networks import Activation, Experts, FeedForward
+from offload.config.norm import Norm
 from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import CODE_BITS
 from offload.formats.quantised import Codes, encode_with_torch

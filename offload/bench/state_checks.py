@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
-from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.norm import Norm
 from offload.kernels import choice
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.norms import NormWeights

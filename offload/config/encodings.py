@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.config.block import Attention, Block, Encodings
+from offload.config.block import Block, Encodings
 from offload.config.matrices import BESIDE, Matrix, expert_matrices, latent_shapes, layer_parts
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.config.names import LATENT_ROWS, LOW_QUERIES, TensorNames
 from offload.config.next_token import head_of

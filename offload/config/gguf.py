@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, DeltaRule, HeadStates, Norm
+from offload.config.block import Block
 from offload.config.config_json import config_of
 from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
@@ -22,8 +22,10 @@ from offload.config.gguf_header import Header
 from offload.config.gguf_layers import HEADS, INNER, KV_HEADS, LATENT_RANK, heads_of
 from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
 from offload.config.gguf_rope import rope_settings, with_factors
+from offload.config.mixers import Attention, DeltaRule, HeadStates
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames, TensorNames
+from offload.config.norm import Norm
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.config.block import Norm
+from offload.config.norm import Norm
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offload.config.block import Attention, Block, Mixer
+from offload.config.block import Block
+from offload.config.mixers import Attention, Mixer
 from offload.formats.encodings import ENCODINGS
 
 BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows

@@ -14,19 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from offload.config.assistant import Assistant
-from offload.config.block import (
-    FACTOR_BYTES,
-    Attention,
-    Block,
-    Encodings,
-    Experts,
-    FeedForward,
-    Norm,
-    Recurrence,
-)
+from offload.config.block import FACTOR_BYTES, Block, Encodings
 from offload.config.layer_table import LayerTable
 from offload.config.matrices import BY_HEAD, Matrix, expert_bytes, expert_parameters, latent_shapes, layer_matrices
+from offload.config.mixers import Attention, Recurrence
 from offload.config.names import TensorNames
+from offload.config.networks import Experts, FeedForward
+from offload.config.norm import Norm
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
 from offload.config.vectors import layer_norms, layer_vectors

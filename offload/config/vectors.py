@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from offload.config.block import BLOCK_NORMS, Attention, Block, Norm
+from offload.config.block import BLOCK_NORMS, Block
+from offload.config.mixers import Attention
+from offload.config.norm import Norm
 
 
 def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from offload.config.block import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
+from offload.config.networks import CLAMPED_LIMIT, CLAMPED_SLOPE, Activation
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from offload.config.block import Attention
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.formats.layout import WIDEST_GPU_HALF, WIDEST_GPU_HEAD
 from offload.kernels import cpu

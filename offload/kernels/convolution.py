@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.config.block import ShortConvolution
+from offload.config.mixers import ShortConvolution
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 
 

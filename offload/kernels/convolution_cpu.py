@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from offload.config.block import ShortConvolution
+from offload.config.mixers import ShortConvolution
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.interface import DTYPES, Convolution, Library
 

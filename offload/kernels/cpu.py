@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import native
-from offload.config.block import DeltaRule, Mamba2, ShortConvolution
+from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals

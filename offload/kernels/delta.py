@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.config.block import DeltaRule, HeadStates
+from offload.config.mixers import DeltaRule, HeadStates
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 
 Advance = Callable[[Tensor, Tensor], Iterator[Tensor]]  # a state past inputs, in place: each token's output

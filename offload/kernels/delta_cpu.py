@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from offload.config.block import DeltaRule, Mamba2
+from offload.config.mixers import DeltaRule, Mamba2
 from offload.kernels.products import address
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.interface import DTYPES, Delta, Library

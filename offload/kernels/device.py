@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import Activation, DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.networks import Activation
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch

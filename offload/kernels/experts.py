@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.config.block import Experts, FeedForward
+from offload.config.networks import Experts, FeedForward
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import activated, gated
 from offload.kernels.norms import NormWeights

@@ -12,7 +12,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from offload.config.block import Experts
+from offload.config.networks import Experts
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.kernels.experts import ExpertHomes, Mixture
 from offload.kernels.products import Step, address, structure_of, widened_floats

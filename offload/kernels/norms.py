@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from offload.config.block import Norm
+from offload.config.norm import Norm
 
 
 @dataclass(frozen=True)

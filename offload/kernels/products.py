@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation
+from offload.config.networks import Activation
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix, described
 from offload.kernels.norms import NormWeights

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from offload.config.block import Recurrence
+from offload.config.mixers import Recurrence
 from offload.kernels.norms import NormWeights
 
 Kind = TypeVar("Kind", bound=Recurrence, contravariant=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offload.config.block import Recurrence
+from offload.config.mixers import Recurrence
 from offload.transfer.memory import Memory
 
 PURPOSE = "state checkpoints"

@@ -8,7 +8,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from offload.config.block import Recurrence
+from offload.config.mixers import Recurrence
 from offload.kernels.device import DeviceKernels
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.transfer.memory import Memory, sent_to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.config.block import Attention
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.kernels.norms import norm_over
 from offload.model.sums import Sums

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.config.block import Latent
+from offload.config.mixers import Latent
 
 
 def in_halves(rotated: Tensor, others: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block, Experts, Recurrence
+from offload.config.block import Block
+from offload.config.mixers import Attention, Recurrence
+from offload.config.networks import Activation, Experts
 from offload.kernels.experts import Mixture
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Ending

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Attention, Block, Latent, Mixer
+from offload.config.block import Block
+from offload.config.mixers import Attention, Latent, Mixer
 from offload.config.model import ModelConfig
+from offload.config.networks import Activation
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import run_experts
 from offload.kernels.norms import NormWeights, add_normed, normed_heads

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.config.block import Latent
+from offload.config.mixers import Latent
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.config.block import Attention
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.formats.layout import CACHED_SHARE, WIDEST_GPU_HALF, WIDEST_GPU_HEAD
 from offload.plan.composition import Composition

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from offload.config.block import Attention, Block, DeltaRule, Mamba2, Mixer, NoMixer, Recurrence, ShortConvolution
+from offload.config.block import Block
 from offload.config.matrices import expert_matrices
+from offload.config.mixers import Attention, DeltaRule, Mamba2, Mixer, NoMixer, Recurrence, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats.encodings import ENCODINGS

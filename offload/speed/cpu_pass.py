@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.config.block import Experts
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
+from offload.config.networks import Experts
 from offload.formats.layout import EXPERT_ALIGNMENT, code_bytes
 from offload.speed.curves import FAR_BYTES, NEAR_BYTES, Curves, at, in_bits
 from offload.speed.hardware import Hardware

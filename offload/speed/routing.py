@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
-from offload.config.block import Experts
 from offload.config.model import ModelConfig
+from offload.config.networks import Experts
 
 SHARED_SLOTS = 16  # of the layers whose experts the CPU runs, in a prefill
 _ALIKE = 0.7  # rows of a text choose like so many independent ones, as a power (docs/memory.md)

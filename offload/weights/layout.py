@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from offload.config.block import BLOCK_NORMS, Attention, Norm
+from offload.config.block import BLOCK_NORMS
 from offload.config.matrices import ALIGNMENT, OPERATORS
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.config.vectors import layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
 from offload.formats.quantised import Codes

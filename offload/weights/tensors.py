@@ -8,8 +8,9 @@ from itertools import chain
 
 import torch
 
-from offload.config.block import BLOCK_NORMS, Attention, DeltaRule, HeadStates, Latent, ShortConvolution
+from offload.config.block import BLOCK_NORMS
 from offload.config.matrices import AROUND_EXPERTS, BY_HEAD, OF_INPUT, expert_matrices, expert_vectors
+from offload.config.mixers import Attention, DeltaRule, HeadStates, Latent, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.config.names import LATENT_ROWS, LOW_QUERIES, ExpertNames
 from offload.config.next_token import join_of

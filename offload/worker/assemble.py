@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from offload.config.block import Attention
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.kernels import choice

@@ -3,12 +3,12 @@ chosen by sigmoids plus a bias, after a few dense layers."""
 
 from __future__ import annotations
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.families.windows import others, windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.norm import Norm
 from offload.fields import Fields, whole
 
 _DEFAULTS = Defaults(max_positions=16384, head_dim=128, eps=1e-5)

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from offload.config.block import Experts, Norm
 from offload.config.families.common import Defaults, Family, biases, decoder
 from offload.config.families.experts import MLP_TYPES, NORMED, READS, dense_layers, read_experts, with_experts
 from offload.config.families.windows import PERIOD, windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.networks import Experts
+from offload.config.norm import Norm
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields, whole
 

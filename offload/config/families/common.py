@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offload.config.block import Attention, Block, FeedForward, Norm
+from offload.config.block import Block
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.networks import FeedForward
+from offload.config.norm import Norm
 from offload.config.rope import RopeDefaults, read_rope
 from offload.fields import Fields, whole
 

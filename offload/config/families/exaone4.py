@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.config.block import Norm
 from offload.config.families.common import NAMES_AFTER, Defaults, Family, decoder, epsilon, norms_after
 from offload.config.families.windows import PERIOD, all_but_every, windowed_layers, with_windows
 from offload.config.families.windows import others as beyond
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 _WINDOW, _PATTERN = 4096, 4  # defaults: every fourth layer has no window

@@ -6,8 +6,9 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload.config.block import MOST_GROUPS, Block, Experts
+from offload.config.block import Block
 from offload.config.model import ModelConfig
+from offload.config.networks import MOST_GROUPS, Experts
 from offload.fields import Fields
 
 MOST_EXPERTS = 1 << 12

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.states import mamba_names, no_limits, read_mamba
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.norm import Norm
 from offload.fields import NUMBER, Fields, list_of
 
 _DEFAULTS = Defaults(max_positions=8192, kv_heads=8, eps=1e-5)

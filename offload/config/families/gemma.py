@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 

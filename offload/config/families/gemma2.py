@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
 from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 NORM = partial(Norm, plus_one=True, fp32=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, Norm
+from offload.config.block import Block
 from offload.config.families.common import Defaults, Family, epsilon, sizes
 from offload.config.families.experts import read_experts, with_experts
 from offload.config.families.gemma2 import SANDWICH, sandwiched
 from offload.config.families.windows import FULL, WINDOWED, others, rope_of_type, windowed_layers
 from offload.config.layer_table import LayerTable
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
+from offload.config.norm import Norm
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
 from offload.fields import Fields
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon, sizes
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.fields import Fields
 

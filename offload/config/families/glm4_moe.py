@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
-from offload.config.block import Experts, Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon, sizes
 from offload.config.families.experts import READS, SIGMOIDS, read_sigmoids, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, NextTokenNames, TensorNames
+from offload.config.networks import Experts
+from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.fields import Fields, whole
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import CLAMPED_LIMIT, CLAMPED_SLOPE
 from offload.config.families.common import Defaults, Family, decoder
 from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
+from offload.config.networks import CLAMPED_LIMIT, CLAMPED_SLOPE
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 

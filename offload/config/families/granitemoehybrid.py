@@ -3,7 +3,6 @@ positions, and a mixture of experts beside a network, or the network alone."""
 
 from __future__ import annotations
 
-from offload.config.block import Norm
 from offload.config.families import granite
 from offload.config.families.common import Defaults, Family, epsilon
 from offload.config.families.experts import READS, read_experts, with_experts
@@ -11,6 +10,7 @@ from offload.config.families.states import STATEFUL, mamba_names, no_limits, rea
 from offload.config.families.windows import FULL
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.norm import Norm
 from offload.fields import Fields, whole
 
 _OLD = {"mamba": STATEFUL, "attention": FULL}

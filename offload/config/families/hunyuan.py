@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, with_rope
 from offload.config.families.experts import FACTOR, READS, read_experts, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 

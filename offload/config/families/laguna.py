@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.experts import MLP_TYPES, NORMED, READS, dense_layers, read_experts, with_experts
 from offload.config.families.windows import FULL, WINDOWED, rope_of_type, windowed_layers, with_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import RopeDefaults, read_rope
 from offload.fields import Fields, list_of, number, whole
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Set
 from dataclasses import replace
 
-from offload.config.block import Latent, Norm
 from offload.config.families.common import Defaults, decoder
+from offload.config.mixers import Latent
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import Rope
 from offload.fields import Fields, whole
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.experts import FACTOR, NORMED, READS, read_experts, with_experts
 from offload.config.families.states import CONVOLVED, layer_kinds, read_short_convolution, with_states
 from offload.config.families.windows import FULL
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, RecurrenceNames, TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields, list_of, whole
 

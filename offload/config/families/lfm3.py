@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.lfm2 import NAMES
 from offload.config.families.states import CONVOLVED, layer_kinds, read_short_convolution, with_states
 from offload.config.families.windows import FULL, WINDOWED, rope_of_type, with_windows
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.config.rope import PROPORTIONAL, RopeDefaults, read_rope
 from offload.fields import Fields
 

@@ -3,12 +3,12 @@ their rounded scores plus a bias."""
 
 from __future__ import annotations
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.experts import READS, read_experts, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import RopeDefaults
 from offload.fields import Fields
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder, epsilon, sizes
 from offload.config.families.gemma2 import NORM, SANDWICH
 from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 _WINDOW, _PERIOD = 2048, 4  # defaults

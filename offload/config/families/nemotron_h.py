@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Attention, Block, Mamba2, NoMixer, Norm
+from offload.config.block import Block
 from offload.config.families.common import Defaults, Family, decoder, epsilon
 from offload.config.families.experts import READS, SIGMOIDS, read_sigmoids
 from offload.config.families.states import STATEFUL, mamba_names, read_mamba
 from offload.config.families.windows import FULL
+from offload.config.mixers import Attention, Mamba2, NoMixer
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames, TensorNames
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 DENSE, MIXTURE = "mlp", "moe"

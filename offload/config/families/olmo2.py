@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from offload.config.block import Norm
 from offload.config.families.common import NAMES_AFTER, Defaults, Family, biases, decoder, epsilon, norms_after
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 

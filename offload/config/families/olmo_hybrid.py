@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import NAMES_AFTER, Defaults, Family, biases, decoder, epsilon, norms_after
 from offload.config.families.states import read_delta_rule, stateful_layers, with_states
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 _PERIOD = 4  # every so many layers one attends

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon
 from offload.config.families.experts import NORMED, READS, read_experts, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 _DEFAULTS = Defaults(max_positions=4096, eps=1e-5)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
 from offload.config.families.windows import windowed_layers, with_windows
 from offload.config.model import ModelConfig
+from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, SECTIONED, RopeDefaults
 from offload.fields import Fields
 

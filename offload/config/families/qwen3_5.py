@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
 from offload.config.families.gemma2 import NORM
 from offload.config.families.states import read_delta_rule, stateful_layers, with_states
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames, TensorNames
+from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.fields import Fields, whole
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, biases, decoder, epsilon, sizes
 from offload.config.families.experts import NORMED, READS, read_experts, with_experts
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
+from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.fields import Fields, list_of, whole
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from offload.config.block import Norm
 from offload.config.families.common import Defaults, Family, decoder
 from offload.config.families.windows import with_one_window
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 

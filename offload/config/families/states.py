@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from offload.config.block import DeltaRule, Mamba2, Norm, Recurrence, ShortConvolution
 from offload.config.families.windows import FULL, WINDOWED
+from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames
+from offload.config.norm import Norm
 from offload.fields import Fields
 
 STATEFUL, CONVOLVED = "linear_attention", "conv"

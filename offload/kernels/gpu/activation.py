@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.config.block import Activation
+from offload.config.networks import Activation
 from offload.native.launch import launch
 
 _COLUMNS = 1024  # of a program

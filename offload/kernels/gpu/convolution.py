@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.config.block import ShortConvolution
+from offload.config.mixers import ShortConvolution
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.launch import launch
 

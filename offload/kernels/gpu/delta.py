@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.config.block import DeltaRule, HeadStates, Mamba2
+from offload.config.mixers import DeltaRule, HeadStates, Mamba2
 from offload.kernels.gpu.delta_programs import ADVANCE, FINISH
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.launch import launch

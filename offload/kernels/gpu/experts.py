@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.config.block import Activation, Experts
+from offload.config.networks import Activation, Experts
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of

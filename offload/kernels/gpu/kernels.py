@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.block import DeltaRule, Mamba2, ShortConvolution
+from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels

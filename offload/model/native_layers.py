@@ -106,10 +106,8 @@ class NativeLayers:
     def _allocate(self, most: int) -> None:
         kinds = [kind.block for kind, _ in self._config.kinds]
         self._most, hidden, inner = most, self._config.hidden_size, max(each.feed_forward.size for each in kinds)
-        given, latent = (
-            max(each.input_size for each in kinds),
-            self._config.experts.latent if self._config.experts else 0,
-        )
+        given = max(each.input_size for each in kinds)
+        latent = self._config.experts.latent if self._config.experts else 0
         widths: dict[Operand, int] = {"x": hidden, "inner": inner, "part": hidden, "made": hidden, "beside": hidden}
         besides = [each.beside for each in kinds if each.beside is not None]
         states = max((sum(each.parts) for each in besides), default=0)

@@ -9,10 +9,10 @@ from itertools import chain
 import torch
 
 from offload.config.block import BLOCK_NORMS
-from offload.config.matrices import AROUND_EXPERTS, BY_HEAD, OF_INPUT, expert_matrices, expert_vectors
+from offload.config.matrices import AROUND_EXPERTS, BY_HEAD, OF_INPUT, expert_matrices, expert_vectors, layer_parts
 from offload.config.mixers import Attention, DeltaRule, HeadStates, Latent, ShortConvolution
 from offload.config.model import ModelConfig
-from offload.config.names import LATENT_ROWS, LOW_QUERIES, ExpertNames
+from offload.config.names import LATENT_ROWS, LOW_QUERIES, QUERIES, ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.config.vectors import layer_norms
@@ -60,12 +60,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [replace(part, name=f"{part.name}.weight", columns=hidden) for part in parts]
     if operator == "states_out":
         return [Source(f"{names.recurrence.out}.weight", hidden, _of_states(whole, shard))]
-    if operator in AROUND_EXPERTS:
-        return [_of_latents(whole, operator)]
-    if operator in OF_INPUT:  # whole on every rank
-        outputs, inputs = (range(size) for size in (whole.block.input_size, whole.hidden_size))
-        outputs, inputs = (outputs, inputs) if operator == "input_gate" else (inputs, outputs)
-        return [Source(f"{getattr(names, operator)}.weight", outputs, inputs)]
+    if operator in (*AROUND_EXPERTS, *OF_INPUT):
+        return [_on_every_rank(whole, operator)]
     if operator in ("q_b", *BY_HEAD):
         return _of_latent(whole, shard, operator)
     if operator in ROUTER:
@@ -92,13 +88,11 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
     return [Source(name, _normed(whole, shard, operator), rotates=operator != "v_norm")]
 
 
-def _of_latents(whole: ModelConfig, operator: str) -> Source:
-    """The source of the matrix before or behind experts, which each rank has whole."""
-    experts, names, hidden = whole.block.experts, whole.names.experts, range(whole.hidden_size)
-    assert experts is not None
-    latent = range(experts.latent)
-    rows, columns = (latent, hidden) if operator == "to_latent" else (hidden, latent)
-    return Source(f"{getattr(names, operator)}.weight", rows, columns)
+def _on_every_rank(whole: ModelConfig, operator: str) -> Source:
+    """The source of a matrix that each rank has whole: before or behind experts, or of the layer's input."""
+    block, names = whole.block, whole.names.experts if operator in AROUND_EXPERTS else whole.names
+    (part,) = layer_parts(block, whole.hidden_size)[operator]
+    return Source(f"{getattr(names, operator)}.weight", range(part.outputs), range(part.inputs))
 
 
 def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
@@ -158,7 +152,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         yield from _of_parts(whole, whole.names.recurrence.parts, recurrence_rows(whole, shard))
         return
     if (latent := whole.block.attention.latent) is not None:
-        yield from _queries(latent, shard.heads(whole), "" if latent.query_rank else "self_attn.q_proj")
+        yield from _queries(latent, shard.heads(whole), "" if latent.query_rank else QUERIES)
         row = range(latent.rank + latent.rotated)
         yield from (Source(LATENT_ROWS, row[: latent.rank]), Source(LATENT_ROWS, row[latent.rank :], rotates=True))
         return

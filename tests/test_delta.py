@@ -99,7 +99,7 @@ def scene(rule: DeltaRule | Mamba2, dtype: torch.dtype, num_rows: int, *, seed: 
     )
     held = Held(normal(*rule.state_shape) / 4, normal(rule.width - 1 + ROOM, rule.kept).to(dtype))
     rows = normal(num_rows, sum(rule.parts) + 3).to(dtype)[:, : sum(rule.parts)]
-    of_heads = sum(rule.of_heads)
+    of_heads = sum(rule.rates)
     rows[:, -of_heads:] *= 3
     held.inputs[:, -of_heads:] *= 3
     return Scene(rule, weights, held, rows)

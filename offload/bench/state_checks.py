@@ -42,7 +42,7 @@ def state_checks(hardware: Hardware, dtypes: Sequence[str], remedy: str) -> Iter
 def _states(hardware: Hardware, dtype: str, mixer: Recurrence) -> Shown:
     """Compare passes of which rows are rejected with torch's operators in fp32, and check that a row has the same bits
     alone."""
-    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(mixer.parts), seed=1).to(DTYPES[dtype])
+    device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(mixer.row_parts), seed=1).to(DTYPES[dtype])
     kernels = choice.fitting(device, HEAD_DIM, ())
     together = _run(kernels, device, mixer, rows, ROUNDS)
     alone = _run(kernels, device, mixer, rows, ((1, 1),) * NUM_ROWS)

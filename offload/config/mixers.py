@@ -9,7 +9,8 @@ from offload.config.norm import Norm
 from offload.config.rope import Rope
 
 GateFunction = Literal["sigmoid", "softplus"]
-_GATE = 3  # of `HeadStates.parts`
+RecurrenceGate = Literal["silu", "sigmoid"]
+_GATE = 3  # of `HeadStates.row_parts`
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,17 @@ class HeadStates:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Output sizes of the fused projection: queries, keys, values, gate, and the numbers of each head."""
-        return (self.key_size, self.key_size, self.out_size, self.out_size, *self.of_heads)
+        """Output sizes of the fused projection, as `row_parts`."""
+        return self.row_parts
 
     @property
-    def of_heads(self) -> tuple[int, ...]:
-        """Sizes of the parts with a number for each head: the times, from which the decays follow."""
+    def row_parts(self) -> tuple[int, ...]:
+        """Sizes of the parts of a projected row: queries, keys, values, gates, and `rates`."""
+        return (self.key_size, self.key_size, self.out_size, self.out_size, *self.rates)
+
+    @property
+    def rates(self) -> tuple[int, ...]:
+        """Sizes of the parts from which steps and decays follow: the times."""
         return (self.num_heads,)
 
     @property
@@ -174,12 +180,12 @@ class HeadStates:
     @property
     def kept(self) -> int:
         """Numbers of a projected row on which later states depend: all but the gate."""
-        return self.channels + sum(self.of_heads)
+        return self.channels + sum(self.rates)
 
     @property
     def kept_parts(self) -> tuple[int, ...]:
         """The parts of which these numbers are."""
-        return tuple(part for part in range(len(self.parts)) if part != _GATE)
+        return tuple(part for part in range(len(self.row_parts)) if part != _GATE)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -191,13 +197,23 @@ class HeadStates:
 class DeltaRule(HeadStates):
     """The gated delta rule of one layer (Yang et al. 2024, arXiv 2412.06464). norm: of each head's output. steps: the
     largest step (beta) of an update. eps: in the division of queries and keys by their l2 norm. tiled: None, or value
-    head h is served by key head (h + tiled) % num_key_heads.
+    head h is served by key head (h + tiled) % num_key_heads. gate: the function of the gates, by which normed outputs
+    are multiplied.
+
+    by_channel: each channel of a head's key has a time and so a decay of its own (Kimi Delta Attention, arXiv
+    2510.26692); a key head serves one value head. least: None, or decays are exp(least sigmoid(exp(A_log) time)) in
+    place of exp(-exp(A_log) softplus(time)). low_rank: 0, or gates and times are products of matrices of their own with
+    so many projected numbers each.
     """
 
     norm: Norm = field(default_factory=Norm)
     steps: float = 1.0
     eps: float = 1e-6
     tiled: int | None = None
+    gate: RecurrenceGate = "silu"
+    by_channel: bool = False
+    least: float | None = None
+    low_rank: int = 0
     bias: bool = False  # no projection has one
     out_bias: bool = False
 
@@ -208,9 +224,28 @@ class DeltaRule(HeadStates):
         return tuple((head + self.tiled) % self.num_key_heads for head in range(self.num_heads))
 
     @property
-    def of_heads(self) -> tuple[int, ...]:
-        """Sizes of the parts with a number for each head: the steps, and the times, from which the decays follow."""
-        return self.num_heads, self.num_heads
+    def parts(self) -> tuple[int, ...]:
+        """Output sizes of the fused projection: as `row_parts`, or of low rank the numbers that gates and times are
+        products with in place of them."""
+        if not self.low_rank:
+            return self.row_parts
+        return (self.key_size, self.key_size, self.out_size, self.low_rank, self.num_heads, self.low_rank)
+
+    @property
+    def rates(self) -> tuple[int, ...]:
+        """Sizes of the parts from which steps and decays follow: the steps of heads, and the times of heads or of their
+        keys' channels."""
+        return self.num_heads, self.num_times
+
+    @property
+    def num_times(self) -> int:
+        """Numbers of a row from which the decays follow."""
+        return self.key_size if self.by_channel else self.num_heads
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """As `HeadStates.vectors`, with a bias for each time."""
+        return super().vectors | {"time_bias": (self.num_times,)}
 
     @property
     def norm_size(self) -> int:
@@ -276,6 +311,11 @@ class ShortConvolution:
     def parts(self) -> tuple[int, ...]:
         """Output sizes of the fused projection: B, C and x."""
         return (self.size,) * 3
+
+    @property
+    def row_parts(self) -> tuple[int, ...]:
+        """Sizes of the parts of a projected row."""
+        return self.parts
 
     @property
     def kept(self) -> int:

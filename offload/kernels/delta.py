@@ -23,7 +23,8 @@ def delta_rule(
     """`RunRecurrence` by torch's operators, one token after the other, in fp32."""
     out, gates = by_tokens(delta, partial(_advanced, delta, weights), held, rows, replayed, settles=settles)
     assert weights.norm is not None
-    return weights.norm(out).mul_(silu(gates)).flatten(1).to(rows.dtype)
+    factors = silu(gates) if delta.gate == "silu" else sigmoid(gates)
+    return weights.norm(out).mul_(factors).flatten(1).to(rows.dtype)
 
 
 def by_tokens(
@@ -45,7 +46,7 @@ def by_tokens(
 
 def _without_gates(states: HeadStates, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Projected rows [T, sum(parts)] -> what later states depend on [T, kept], and the gates [T, heads, value_dim]."""
-    mixed, gates, others = rows.split((states.channels, states.out_size, sum(states.of_heads)), 1)
+    mixed, gates, others = rows.split((states.channels, states.out_size, sum(states.rates)), 1)
     return torch.cat([mixed, others], 1), gates.unflatten(1, (states.num_heads, -1))
 
 
@@ -58,7 +59,7 @@ def _advanced(delta: DeltaRule, weights: RecurrenceWeights, state: Tensor, input
     queries = _normed(delta, q).mul_(delta.key_dim**-0.5)
     keys, values = _normed(delta, k), v.unflatten(1, (delta.num_heads, -1))
     steps = (delta.steps / _grown(steps)).unsqueeze(2)
-    decays = (weights.decay * softplus(times + weights.time_bias)).exp_()[:, :, None, None]
+    decays = _decays(delta, weights.decay, times + weights.time_bias)
     for token in range(len(values)):
         query, key = queries[token].unsqueeze(1), keys[token].unsqueeze(1)  # [heads, 1, key_dim]
         state *= decays[token]
@@ -67,13 +68,21 @@ def _advanced(delta: DeltaRule, weights: RecurrenceWeights, state: Tensor, input
         yield (query @ state).squeeze(1)
 
 
+def _decays(delta: DeltaRule, rates: Tensor, times: Tensor) -> Tensor:
+    """The factors of states [T, heads, 1 or key_dim, 1]. rates: -exp(A_log), by head. times: [T, num_times], with their
+    bias."""
+    by_head, rates = times.unflatten(1, (delta.num_heads, -1)), rates[:, None]
+    logs = rates * softplus(by_head) if delta.least is None else delta.least * sigmoid(by_head * -rates)
+    return logs.exp_().unsqueeze(3)
+
+
 def convolved(
     states: HeadStates, weights: RecurrenceWeights, inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """The activated convolution of the tokens of inputs [width - 1 + T, kept]: queries, keys [T, key_size] and values
-    [T, out_size]; and the parts with a number for each head, [T, heads]. All in fp32."""
+    [T, out_size]; and the parts from which steps and decays follow. All in fp32."""
     count = len(inputs) - states.width + 1
-    mixed, *others = inputs.float().split((states.channels, *states.of_heads), 1)
+    mixed, *others = inputs.float().split((states.channels, *states.rates), 1)
     taken = torch.zeros_like(mixed[:count])
     taken = taken if weights.taps_bias is None else taken + weights.taps_bias
     for tap, weight in enumerate(weights.taps):
@@ -101,6 +110,10 @@ def _normed(delta: DeltaRule, rows: Tensor) -> Tensor:
 def _grown(x: Tensor) -> Tensor:
     """1 + e^-x."""
     return x.neg().exp_().add_(1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / _grown(x)
 
 
 def silu(x: Tensor) -> Tensor:

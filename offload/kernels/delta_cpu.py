@@ -59,7 +59,7 @@ def _structure(
     norm, before = weights.norm, states.width - 1
     vectors = (weights.taps, weights.taps_bias, weights.decay, weights.time_bias, weights.skip)
     assert held.state.shape == states.state_shape
-    assert rows.shape[1] == sum(states.parts)
+    assert rows.shape[1] == sum(states.row_parts)
     assert held.inputs.shape[1] == states.kept
     assert before + max(count, 0 if settles else len(rows)) <= len(held.inputs)
     assert weights.taps.shape == (states.width, states.channels)

@@ -82,7 +82,7 @@ class LayerStates:
         """A copy of a layer's state and inputs, with the state moved to `place`, the end of the tokens whose inputs are
         held."""
         held = Held(self.states[layer].clone(), self.inputs[layer].clone())
-        nothing = self.inputs.new_empty(0, sum(self.recurrence.parts))
+        nothing = self.inputs.new_empty(0, sum(self.recurrence.row_parts))
         self._run(self.recurrence, weights, held, nothing, Replayed(place - self.bases[layer]), settles=True)
         return held
 

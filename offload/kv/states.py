@@ -246,7 +246,7 @@ def kept_numbers(whole: ModelConfig, shard: Shard) -> Tensor:
     """The indices, among the numbers that are kept of a projected row of all heads, of those that a shard keeps: int64
     [kept of the shard]. whole: the config of a layer with a state."""
     found, first, recurrence = [], 0, whole.block.recurrence
-    for part, (size, rows) in enumerate(zip(recurrence.parts, recurrence_rows(whole, shard), strict=True)):
+    for part, (size, rows) in enumerate(zip(recurrence.row_parts, recurrence_rows(whole, shard), strict=True)):
         if part in recurrence.kept_parts:
             found.append(first + torch.arange(rows.start, rows.stop))
             first += size

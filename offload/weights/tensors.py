@@ -230,12 +230,13 @@ def _of_states(whole: ModelConfig, shard: Shard) -> range:
 
 
 def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:
-    """The shard's rows of each of the recurrence's parts, within that part."""
+    """The shard's rows of each part of a projected row, within that part."""
     states, heads = whole.block.recurrence, shard.value_heads(whole)
     if isinstance(states, ShortConvolution):
         return [heads] * len(states.parts)
     keys, values = _times(shard.key_heads(whole), states.key_dim), _times(heads, states.value_dim)
-    return [keys, keys, values, values, *[heads] * len(states.of_heads)]
+    by_channel = isinstance(states, DeltaRule) and states.by_channel
+    return [keys, keys, values, values, *[heads] * (len(states.rates) - by_channel), *[keys] * by_channel]
 
 
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:

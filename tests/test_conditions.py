@@ -50,7 +50,7 @@ SETTINGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "torch": patched("torch.__version__", "2.99.0"),
     "triforce": patched("importlib.metadata.version", lambda name: "9.9.9"),
     "machine": patched("offload.session.conditions.machine_name", lambda: "another"),
-    "torch's instruction set": patched("torch.backends.cpu.get_cpu_capability", lambda: "AVX512"),
+    "torch's instruction set": patched("torch.backends.cpu.get_cpu_capability", lambda: "another"),
     "the processor's instructions": patched("offload.session.conditions.cpu_features", lambda: ("avx2", "sse9")),
     "how sums round": patched("offload.session.conditions.rounding_of", lambda *args: "otherwise"),
     "kernels": patched("offload.session.conditions.of_model", lambda *args: DeviceKernels(reason="off")),

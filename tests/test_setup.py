@@ -37,6 +37,7 @@ def source(tmp_path: Path) -> Path:
 def build(source: Path, compiler: str, *arguments: str) -> str:
     """Run `setup.py build_ext` with a `ziglang` that does this; what it prints. It always succeeds."""
     (source / "ziglang").mkdir(exist_ok=True)
+    (source / "ziglang" / "__init__.py").touch()  # else an installed one is found first
     (source / "ziglang" / "__main__.py").write_text(compiler)
     command = [sys.executable, "setup.py", "build_ext", *arguments]
     variables = os.environ | {"PYTHONPATH": str(source)}

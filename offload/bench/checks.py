@@ -179,7 +179,7 @@ class Trial:
         """Compare each of a layer's products with fp64, and check that a row has the same bits alone and among
         others."""
         errors, same = [], True
-        for outputs, inputs, _ in self.config.layer_products():
+        for outputs, inputs, _ in self.config.products.values():
             generator = torch.Generator().manual_seed(outputs + inputs)
             x = torch.randn(NUM_ROWS, inputs, generator=generator).to(DTYPES[self.dtype])
             weight = (torch.randn(min(outputs, 2048), inputs, generator=generator) / inputs**0.5).to(x.dtype)
@@ -216,7 +216,7 @@ class Trial:
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product x [n, inputs] @ weight^T as a pass computes it, [n, outputs] on the CPU."""
-        kernels = fitting(self._device, self.config.head_dim, self.config.layer_products())
+        kernels = fitting(self._device, self.config.head_dim, [*self.config.products.values()])
         if isinstance(kernels, CpuKernels):
             out = torch.empty(len(x), len(weight), dtype=x.dtype)
             Steps(kernels, [Step(x, weight, None, out)], room_to_widen(*x.shape)).run(len(x))

@@ -112,11 +112,12 @@ class _MatrixNames:
         gate_up = [gate, up] if inner.gated else [up]
         latents = [names.experts.to_latent, names.experts.from_latent] if block.has_latents else []
         beside = [*names.recurrence.parts, names.recurrence.out] if block.beside is not None else []
-        weights = [[f"{name}.weight" for name in part] for part in (qkv, [out], gate_up, [down], latents, beside)]
+        given = [names.input_gate, names.input_out] if block.input_size else []
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        inputs = (f"{names.input_gate}.weight", f"{names.input_out}.weight") if block.input_size else ()
-        of_layer = tuple(weights[0]), weights[1][0], tuple(weights[2]), weights[3][0]
-        return cls(*of_layer, experts, tuple(weights[4]), inputs, tuple(weights[5]))
+        of_mixer, of_network, around, inputs, beside_it = (
+            tuple(f"{name}.weight" for name in part) for part in (qkv, gate_up, latents, given, beside)
+        )
+        return cls(of_mixer, f"{out}.weight", of_network, f"{down}.weight", experts, around, inputs, beside_it)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:

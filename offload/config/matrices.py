@@ -34,6 +34,27 @@ class Matrix:
 
 def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]:
     """The parts of each of the layer's OPERATORS from top to bottom, ordered as in `Encodings`."""
+    return {
+        name: tuple(
+            Matrix(rows, inputs, kind) for rows, kind in zip(outputs, kinds or [""] * len(outputs), strict=True)
+        )
+        for name, (outputs, inputs, kinds) in _shapes(block, hidden_size).items()
+    }
+
+
+def layer_products(block: Block, hidden_size: int) -> dict[str, tuple[int, int, bool]]:
+    """The (outputs, inputs, has a bias) of each of the layer's OPERATORS as it runs, all of its parts being one."""
+    mixer, inner = block.mixer, block.feed_forward
+    biases = {"qkv": mixer.bias, "o": mixer.out_bias, "gate_up": inner.bias, "down": inner.bias}
+    return {
+        name: (sum(outputs), inputs, biases.get(name, False))
+        for name, (outputs, inputs, _) in _shapes(block, hidden_size).items()
+    }
+
+
+def _shapes(block: Block, hidden_size: int) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:
+    """Of each of the layer's OPERATORS: the outputs of its parts, the inputs, and the encodings of its parts, if
+    known."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     latent = latent_shapes(mixer)
     shapes = {
@@ -56,12 +77,7 @@ def layer_parts(block: Block, hidden_size: int) -> dict[str, tuple[Matrix, ...]]
     if size := block.input_size:
         shapes["input_gate"] = ((size,), hidden_size, stored.inputs[:1])
         shapes["input_out"] = ((hidden_size,), size, stored.inputs[1:])
-    return {
-        name: tuple(
-            Matrix(rows, inputs, kind) for rows, kind in zip(outputs, kinds or [""] * len(outputs), strict=True)
-        )
-        for name, (outputs, inputs, kinds) in shapes.items()
-    }
+    return shapes
 
 
 def latent_shapes(mixer: Mixer) -> dict[str, tuple[int, int]]:

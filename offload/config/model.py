@@ -16,7 +16,15 @@ from typing import Any
 from offload.config.assistant import Assistant
 from offload.config.block import FACTOR_BYTES, Block, Encodings
 from offload.config.layer_table import LayerTable
-from offload.config.matrices import BY_HEAD, Matrix, expert_bytes, expert_parameters, latent_shapes, layer_matrices
+from offload.config.matrices import (
+    BY_HEAD,
+    Matrix,
+    expert_bytes,
+    expert_parameters,
+    latent_shapes,
+    layer_matrices,
+    layer_products,
+)
 from offload.config.mixers import Attention, Recurrence
 from offload.config.names import TensorNames
 from offload.config.networks import Experts, FeedForward
@@ -298,36 +306,20 @@ class ModelConfig:
         repeated = changed.blocks * -(-num_layers // self.num_layers)
         return replace(changed, blocks=repeated[:num_layers])
 
-    def layer_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The (outputs, inputs, has a bias) of the products of `block` as they run: q/k/v and gate/up are one each. The
+    @cached_property  # plans ask for these thousands of times
+    def products(self) -> Mapping[str, tuple[int, int, bool]]:
+        """The (outputs, inputs, has a bias) of the products of `block` by their operators, see `layer_products`. The
         products of experts are left out. Of latent attention those by head count as one, of all heads' outputs."""
-        return self._products
+        return layer_products(self.block, self.hidden_size)
 
     @cached_property
     def all_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The distinct products of all layers, as `layer_products` gives them."""
-        return tuple(dict.fromkeys(each for kind, _ in self.kinds for each in kind.layer_products()))
-
-    @cached_property  # plans ask for these thousands of times
-    def _products(self) -> tuple[tuple[int, int, bool], ...]:
-        mixer, inner, given = self.block.mixer, self.block.feed_forward, self.block.input_size
-        latent, own = self.block.experts.latent if self.block.experts else 0, self.block.beside
-        beside = ((sum(own.parts), self.hidden_size, False), (self.hidden_size, own.out_size, False)) if own else ()
-        around = ((size, self.hidden_size, False) for size in (latent, given) if size)
-        others = [each for rows, inputs, bias in around for each in ((rows, inputs, bias), (inputs, rows, bias))]
-        return (
-            (sum(mixer.parts), self.hidden_size, mixer.bias),
-            (self.hidden_size, mixer.out_size, mixer.out_bias),
-            ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
-            (self.hidden_size, inner.size, inner.bias),
-            *((outputs, inputs, False) for outputs, inputs in latent_shapes(mixer).values()),
-            *beside,
-            *others,
-        )
+        """The distinct products of all layers."""
+        return tuple(dict.fromkeys(each for kind, _ in self.kinds for each in kind.products.values()))
 
     @cached_property
     def head_products(self) -> tuple[tuple[int, int, bool], ...]:
-        """The distinct products of single heads of latent attention, as `layer_products` gives them."""
+        """The distinct products of single heads of latent attention, as in `products`."""
         every = ((kind, latent_shapes(kind.block.mixer)) for kind, _ in self.kinds)
         found = ((kind.num_heads, *shapes[name]) for kind, shapes in every for name in BY_HEAD if shapes)
         return tuple(dict.fromkeys((outputs // heads, inputs, False) for heads, outputs, inputs in found))
@@ -390,7 +382,7 @@ class ModelConfig:
 
     def layer_matrix_elements(self) -> int:
         """Elements of the matrices of `block`, without its experts."""
-        return sum(outputs * inputs for outputs, inputs, _ in self.layer_products())
+        return sum(outputs * inputs for outputs, inputs, _ in self.products.values())
 
     def layer_row_elements(self) -> int:
         """Elements of the matrices of `block` that a row is multiplied with, two FLOPs for each. The router, the
@@ -424,7 +416,7 @@ class ModelConfig:
     @cached_property
     def _layer_numbers(self) -> tuple[int, tuple[tuple[int, Norm], ...]]:
         """The number of elements of matrices and biases, and the size of each norm's vectors."""
-        biases = sum(outputs for outputs, _, has_bias in self.layer_products() if has_bias)
+        biases = sum(outputs for outputs, _, has_bias in self.products.values() if has_bias)
         return self.layer_matrix_elements() + biases, tuple(layer_norms(self.block, self.hidden_size).values())
 
     @cached_property

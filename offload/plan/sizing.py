@@ -379,7 +379,7 @@ class Sizing:
 
         def coded(layer: ModelConfig) -> int:
             rest = layer.layer_weight_bytes(self.itemsize) - layer.layer_matrix_elements() * self.itemsize
-            return rest + sum(code_bytes(outputs, inputs, bits) for outputs, inputs, _ in layer.layer_products())
+            return rest + sum(code_bytes(outputs, inputs, bits) for outputs, inputs, _ in layer.products.values())
 
         has_codes = first and not self.target.head_encoding
         head = code_bytes(self.target.vocab_size, self.target.hidden_size, bits) if has_codes else 0

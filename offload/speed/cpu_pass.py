@@ -34,7 +34,7 @@ def matrix_bytes(config: ModelConfig, itemsize: int, weight_bits: int = 16) -> M
     coded = in_bits(weight_bits) if weight_bits < 16 else ""
     for kind, number in config.kinds:
         if coded:
-            products = kind.layer_products()
+            products = kind.products.values()
             found[coded] += number * sum(code_bytes(outputs, inputs, weight_bits) for outputs, inputs, _ in products)
             continue
         for matrix in (each for parts in kind.layer_matrices().values() for each in parts):

@@ -128,11 +128,10 @@ class LayerLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, code_bits: int | None = None) -> LayerLayout:
         """The layout of the layer `config.block` in `dtype`, with matrices in codes if `code_bits` is given."""
-        products = dict(zip(config.layer_matrices(), config.layer_products(), strict=True))
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         stored: dict[str, str] = {}
         for name, parts in config.layer_matrices().items():
-            outputs, inputs, _ = products[name]
+            outputs, inputs, _ = config.products[name]
             if code_bits is not None:
                 tensors |= in_codes(name, (outputs, inputs), code_bits)
                 continue
@@ -148,7 +147,7 @@ class LayerLayout:
         tensors |= {name: ((size,), dtype_of(norm, dtype)) for name, (size, norm) in norms.items()}
         vectors = layer_vectors(config.block, config.hidden_size)
         tensors |= {name: (shape, torch.float32) for name, shape in vectors.items()}
-        tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in products.items() if bias}
+        tensors |= {f"{name}.bias": ((outputs,), dtype) for name, (outputs, _, bias) in config.products.items() if bias}
         tensors |= {_FACTOR: ((1,), dtype)} if config.block.multiplied else {}
         return replace(cls.pack(tensors), norms={name: norm for name, (_, norm) in norms.items()}, stored=stored)
 

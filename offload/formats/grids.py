@@ -22,13 +22,23 @@ _VALUES = {  # of a number's bits
 
 
 @cache
+def words(name: str) -> tuple[int, ...]:
+    """The entries of a table in 16 bits each: fields of 2 or 3 bits, the place of a number in `values`."""
+    data = base64.b85decode("".join(_TEXTS[name].split()))
+    return struct.unpack(f"<{len(data) // 2}H", data)
+
+
+def values(name: str) -> tuple[int, ...]:
+    """The numbers that a table's entries consist of."""
+    return _VALUES[name]
+
+
+@cache
 def grid(name: str) -> tuple[tuple[int, ...], ...]:
     """The entries of a table, each of 4 or 8 numbers."""
-    values = _VALUES[name]
-    bits, each = (2, 8) if len(values) == 3 else (3, 4)
-    data = base64.b85decode("".join(_TEXTS[name].split()))
-    words = struct.unpack(f"<{len(data) // 2}H", data)
-    return tuple(tuple(values[word >> bits * place & (1 << bits) - 1] for place in range(each)) for word in words)
+    found = values(name)
+    bits, each = (2, 8) if len(found) == 3 else (3, 4)
+    return tuple(tuple(found[word >> bits * place & (1 << bits) - 1] for place in range(each)) for word in words(name))
 
 
 _TEXTS = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from offload.formats.encodings import BOOKS, Encoding, Field, Grid, Plane, Small
-from offload.formats.grids import grid
+from offload.formats.grids import grid, values, words
 from offload.native.interface import DTYPES, Library, Matrix
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -75,7 +75,7 @@ def described(stored: StoredMatrix) -> Matrix:
     """The description of a matrix for the CPU's kernels, valid as long as the matrix exists."""
     assert stored.rows.is_contiguous()
     own = stored.encoding
-    book = entries(own.grid, torch.device("cpu")).data_ptr() if own.grid else None
+    book = _with_words(own.grid).data_ptr() if own.grid else None
     return Matrix(stored.rows.data_ptr(), book, own.number, own.numbers, own.nbytes, own.tail)
 
 
@@ -84,6 +84,18 @@ def entries(of: Grid, device: torch.device) -> Tensor:
     """The table of a grid, int8 [entries, numbers of an entry], in memory that is never freed: kernels and graphs hold
     its address."""
     return torch.tensor(grid(of.name), dtype=torch.int8).to(device)
+
+
+@cache
+def _with_words(of: Grid) -> Tensor:
+    """The table of a grid for the CPU's kernels, as bytes: its `entries`; the same in words of 16 bits, whose fields
+    are places of numbers; and 32 numbers in bf16 by the lowest bits of such a place. Those of IQ1 are greater by 1,
+    from place 4 on less."""
+    numbers = torch.tensor([*values(of.name), *[0] * (len(values(of.name)) % 2)])
+    numbers = torch.cat([numbers + 1, numbers - 1]) if of.signs.bits == 1 else numbers
+    numbers = numbers.repeat(32 // len(numbers)).to(torch.bfloat16)
+    parts = entries(of, torch.device("cpu")), torch.tensor(words(of.name), dtype=torch.uint16), numbers
+    return torch.cat([part.view(torch.uint8).flatten() for part in parts])
 
 
 def _numbers(blocks: Tensor, own: Encoding, scales: Tensor | None) -> Tensor:

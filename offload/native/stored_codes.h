@@ -63,8 +63,12 @@ struct Codes {
     static constexpr int RUNS = by_16(KIND) || BY_BYTE != BY_HALF ? 2 : 1;  // of vectors whose lanes have the same steps
     f32 values[VECTORS], steps[RUNS];
 
+    struct OfBlock {  // nothing is made of a block at once
+        INLINE OfBlock(const uint8_t*, const Own&) {}
+    };
+
     template <int COUNT>
-    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps) {
+    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps, OfBlock) {
         if constexpr (BY_BYTE) {
             group codes[2];
             pair_of_codes(at, 2 * part, COUNT > 1 ? 2 * part + 1 : 2 * part, own, codes);
@@ -119,99 +123,5 @@ struct Codes {
 #endif
     }
 };
-
-#if defined(__AVX512BF16__)
-
-// The codes of a pair of groups in bf16, less the centre, in the order of rows.
-template <Kind KIND>
-struct Pairs {
-    static constexpr int INPUTS = PAIR, MOST = 8;
-    static constexpr bool BY_GROUP = !has_steps(KIND, "k") && !has_steps(KIND, "bytes") && groups_of_block(KIND) > 1;
-    static constexpr bool WITH_SIGN = BY_GROUP || has_code(KIND, "signed");  // codes are integers, else looked up
-    __m512bh even, odd;
-    f32 step;
-
-    template <int COUNT>
-    INLINE Pairs(const uint8_t* at, int pair, const Own& own, const Steps<KIND, COUNT>& steps) {
-        u32 lane;  // a lane is of four inputs
-        for (int i = 0; i < W; i++) lane[i] = by_16(KIND) ? pair * 4 + i / 4 : pair * 2 + i / 8;
-        step = (f32)_mm512_permutexvar_ps((__m512i)lane, (__m512)load<f32>(steps.steps));
-        const __m512i code = bytes(at, pair, own, COUNT > 1);
-        if constexpr (WITH_SIGN) {
-            const auto number = [&](int i) {  // in byte i of each four; bf16 in an upper half
-                return (u32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24 - 8 * i), 24));
-            };
-            even = (__m512bh)(number(0) >> 16 | number(2)), odd = (__m512bh)(number(1) >> 16 | number(3));
-        } else {
-            even = value(code), odd = value(_mm512_srli_epi16(code, 8));
-        }
-    }
-
-    INLINE f32 add(f32 acc, const Rows& rows, int row, int first) const {
-        const uint16_t* x = rows.halves(row) + first;
-        const __m512 part = _mm512_dpbf16_ps(__m512{}, load<__m512bh>(x), even);
-        return fma((f32)_mm512_dpbf16_ps(part, load<__m512bh>(x + PAIR / 2), odd), step, acc);
-    }
-
-  private:
-    // Of codes in words, by their lowest bits alone.
-    INLINE static __m512bh value(__m512i code) {
-        const auto table = [](int from) {
-            const f32 first = counted<book(KIND)>(from) - float(centre(KIND));
-            return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
-        };
-        if constexpr (bits(KIND) == 6) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));
-        return (__m512bh)_mm512_permutexvar_epi16(code, table(0));
-    }
-
-    // A code a byte; what is above a code of 4 or 6 bits may be anything.
-    INLINE static __m512i bytes(const uint8_t* at, int pair, const Own& shared, bool both) {
-        constexpr Form own = form(KIND);
-        if constexpr (BY_GROUP)
-            return joined((__m256i)codes_of<KIND>(at, 2 * pair, shared), (__m256i)codes_of<KIND>(at, 2 * pair + 1, shared));
-        const auto twice = [](const uint8_t* from) { return _mm512_broadcast_i64x4(load<__m256i>(from)); };
-        if constexpr (own.high.bits == 2) {  // above four
-            __m512i lower = load<__m512i>(at + pair / 2 * PAIR), upper = twice(at + own.high.at + pair / 2 * GROUP);
-            if (pair % 2) lower = _mm512_srli_epi16(lower, 4), upper = _mm512_srlv_epi16(upper, by_half(0, 2));
-            else upper = _mm512_sllv_epi16(upper, by_half(4, 2));
-            return _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), lower, upper, 0xca);
-        } else if constexpr (of_256(KIND)) {
-            const __m512i four = _mm512_srlv_epi16(twice(at + own.codes.at + pair * GROUP), by_half(0, 4));
-            if constexpr (!own.high.bits) return four;
-            const __m512i bit = by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair);
-            return with_fifth(four, _mm512_test_epi8_mask(twice(at + own.high.at), bit));
-        } else {
-            constexpr int size = int(own.nbytes);
-            const uint8_t *first = at + 2 * pair * size + own.codes.at, *second = first + (both ? size : 0);
-            if constexpr (own.codes.bits == 8) return joined(load<__m256i>(first), load<__m256i>(second));
-            const auto halves = [](const uint8_t* of) { return _mm256_broadcastsi128_si256(load<__m128i>(of)); };
-            const __m512i shift = _mm512_maskz_set1_epi32(0xf0f0, 0x00040004);
-            const __m512i four = _mm512_srlv_epi16(joined(halves(first), halves(second)), shift);
-            if constexpr (!own.high.bits) return four;
-            uint32_t fifths[2];
-            constexpr int64_t back = own.codes.at - own.high.at;
-            __builtin_memcpy(fifths, first - back, 4), __builtin_memcpy(fifths + 1, second - back, 4);
-            return with_fifth(four, uint64_t(fifths[1]) << 32 | fifths[0]);
-        }
-    }
-
-    INLINE static __m512i with_fifth(__m512i four, __mmask64 fifth) {
-        const __m512i code = _mm512_and_si512(four, _mm512_set1_epi8(15));
-        return _mm512_mask_add_epi8(code, fifth, code, _mm512_set1_epi8(16));
-    }
-    INLINE static __m512i joined(__m256i first, __m256i second) {
-        return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-    }
-    INLINE static __m512i by_half(int first, int second) {
-        return joined(_mm256_set1_epi16(short(first)), _mm256_set1_epi16(short(second)));
-    }
-};
-
-#else
-
-template <Kind>
-struct Pairs;
-
-#endif
 
 }  // namespace stored

@@ -1,7 +1,7 @@
 // Products of a few rows with a matrix in blocks (stored.h), in fp32: nothing is rounded to the dtype but the rows,
 // which are given so, and the result.
 //
-// - Of GGUF's kinds codes are multiplied (stored_codes.h). A group's part of a product is step * sum(code * x) +
+// - Of GGUF's kinds codes are multiplied (stored_codes.h, stored_pairs.h). A group's part of a product is step * sum(code * x) +
 //   least * sum(x). Rows in bf16 and codes are multiplied in pairs where the processor can; else both are widened to
 //   fp32.
 // - Our own blocks' numbers are rounded to the scale's dtype, so they are computed, and multiplied in fp32.
@@ -9,7 +9,7 @@
 // The kind, the dtype and the machine decide, never the number of rows, and a row's sums run in one order: its bits do
 // not depend on the rows beside it.
 #pragma once
-#include "stored_codes.h"
+#include "stored_pairs.h"
 
 namespace stored {
 
@@ -24,12 +24,13 @@ INLINE void dots_of_codes(const uint8_t* at, const Own& own, const Rows& rows, i
     eight least[ROWS] = {};
     const auto multiply = [&]<int COUNT>(int first) __attribute__((always_inline)) {
         const Steps<KIND, COUNT> steps(at, own);
+        const typename Multiplied::OfBlock of_block(at, own);
         for (int i = 0; i < bytes_of_256(KIND); i += LINE) __builtin_prefetch(at + AHEAD + i);
         if constexpr (has_least(KIND))
             for (int r = 0; r < ROWS; r++) least[r] = steps.add_least(least[r], rows, row + r, first);
 #pragma unroll
         for (int i = 0; i < COUNT * GROUP; i += Multiplied::INPUTS) {
-            const Multiplied codes(at, i / Multiplied::INPUTS, own, steps);
+            const Multiplied codes(at, i / Multiplied::INPUTS, own, steps, of_block);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) acc[r] = codes.add(acc[r], rows, row + r, first * GROUP + i);
         }

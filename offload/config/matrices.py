@@ -53,7 +53,7 @@ def layer_products(block: Block, hidden_size: int) -> dict[str, tuple[int, int, 
 
 
 def _shapes(block: Block, hidden_size: int) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:
-    """Of each of the layer's OPERATORS: the outputs of its parts, the inputs, and the encodings of its parts, if
+    """The shapes of the layer's OPERATORS: of each the outputs of its parts, the inputs, and its parts' encodings, if
     known."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
     latent = latent_shapes(mixer)

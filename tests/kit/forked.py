@@ -29,7 +29,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
     *("offload.ranks.follower", "offload.engine.engine", "triforce_cli.commands.generate", "kit.forked", "kit.faults"),
-    *("triforce_cli.app", "prompt_toolkit.shortcuts", "programs"),
+    *("triforce_cli.app", "prompt_toolkit.shortcuts", "kit.programs"),
 ]
 PROCESSES.set_forkserver_preload(LIBRARIES)
 TESTS = Path(__file__).parents[1]

@@ -249,7 +249,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert "tf32" not in found.ptx
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 576, 20), ("fp16", 576, 128), ("bf16", 320, 32)])
 @pytest.mark.parametrize("chunk", [0, 32])
@@ -364,7 +364,7 @@ def test_codes_are_made_without_a_spill(capability: int, dtype: str, dim: int, c
 ROTATED = ("q", "k", "v", "cos", "sin", "growth", "query_weights", "key_weights", "queries", "keys", "values")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("fp32", 64), ("fp16", 80), ("bf16", 256), ("bf16", 576)])
 @pytest.mark.parametrize("whole", [True, False])
@@ -580,7 +580,7 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
     assert ("div.rn" in found.ptx) == (own.steps == "over")  # others divide by powers of 2 alone
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", STORED)

@@ -56,7 +56,7 @@ def has_a_rows_bits_beside_any(found: Compiled) -> bool:
     return "mma.sync" in found.ptx and "wgmma" not in found.ptx and "tf32" not in found.ptx
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -99,7 +99,7 @@ def test_stored_experts_are_multiplied_without_a_spill(capability: int, dtype: s
     assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("count", "used"), [(128, 8), (32, 4), (256, 8), (512, 10), (8, 2)])
 def test_routers_compile_without_a_spill(capability: int, count: int, used: int) -> None:

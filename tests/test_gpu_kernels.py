@@ -364,7 +364,7 @@ def test_codes_are_made_without_a_spill(capability: int, dtype: str, dim: int, c
 ROTATED = ("q", "k", "v", "cos", "sin", "growth", "query_weights", "key_weights", "queries", "keys", "values")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("fp32", 64), ("fp16", 80), ("bf16", 256), ("bf16", 576)])
 @pytest.mark.parametrize("whole", [True, False])

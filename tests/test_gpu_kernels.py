@@ -249,7 +249,7 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert "tf32" not in found.ptx
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim", "heads"), [("bf16", 576, 20), ("fp16", 576, 128), ("bf16", 320, 32)])
 @pytest.mark.parametrize("chunk", [0, 32])

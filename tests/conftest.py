@@ -74,6 +74,7 @@ def _folders_and_configuration_of_their_own(
         if not pytestconfig.getoption("deep"):
             patch.setattr("offload.worker.curve_timer.time_curves", _typical)
             patch.setattr("offload.worker.curve_timer.time_weights", _scaled)
+            _save_typical()
         yield
 
 
@@ -91,6 +92,24 @@ def _typical(dtype: str) -> Curves:
 
 def _scaled(dtype: str, form: str, known: Curves) -> Curve:
     return known.weights_of(form)
+
+
+def _save_typical() -> None:
+    """To the file of rates, as if they had been measured, for the programs that tests start: beside other tests a
+    program finds the CPU too busy, saves nothing, and so each would measure for seconds."""
+    from offload.formats.encodings import ENCODINGS
+    from offload.formats.layout import CODE_BITS
+    from offload.machine import machine_name
+    from offload.model.loading import DTYPES
+    from offload.speed.curve_file import save_curves
+    from offload.speed.curves import in_bits
+    from offload.speed.hardware import rates_key
+
+    forms = ("", *ENCODINGS, *map(in_bits, CODE_BITS))
+    for dtype in DTYPES:
+        curves = _typical(dtype)
+        every = replace(curves, weights={form: curves.weights_of(form) for form in forms})
+        save_curves(machine_name(), rates_key("cpu"), dtype, every)
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit.forked import said_in_a_fork
 from kit.models import CURVES
 from offload.config.encodings import encoded
 from offload.config.model import ModelConfig
@@ -112,8 +111,7 @@ def test_a_thread_that_others_disturb_is_counted() -> None:
         "if not child: os._exit(0)\n"
         "print(_preemptions())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 30
+    assert int(said_in_a_fork(program)) > 30
 
 
 def on_this_machine(**options: Any) -> Request:
@@ -470,11 +468,11 @@ class TestATrial:
             "from offload.worker import curve_timer, timed_runs\n"
             "curve_timer.LIMIT_SECONDS = 1e3\n"
             "timed_runs.MOST_PREEMPTIONS = float('inf')\n"
+            "timed_runs.ENOUGH_SECONDS = 0.0\n"
             "print(json.dumps(dataclasses.asdict(curve_timer.time_curves('fp32'))))\n"
         )
-        env = os.environ | {"TRIFORCE_KERNELS": kernels, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-        found = record(Curves, json.loads(done.stdout), "")
+        said = said_in_a_fork(program, TRIFORCE_KERNELS=kernels)
+        found = record(Curves, json.loads(said), "")
         assert found.kernels.startswith("torch") >= (kernels == "off")
         assert bool(found.coded_cache) is (kernels == "on")
         for curve in (found.calls, found.layer, found.weights[""], found.cache):

@@ -76,7 +76,7 @@ def test_plain_experts_come_in_copies_of_16_bytes_without_a_spill(
     assert has_a_rows_bits_beside_any(found)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("ending", ENDINGS)

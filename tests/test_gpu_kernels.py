@@ -580,7 +580,7 @@ def test_stored_matrices_are_multiplied_without_a_spill(capability: int, rows: i
     assert ("div.rn" in found.ptx) == (own.steps == "over")  # others divide by powers of 2 alone
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", STORED)

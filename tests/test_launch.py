@@ -58,6 +58,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing is
+    monkeypatch.setattr(server_module, "_LOOK_SECONDS", 0.02)
     (tmp_path / "bin").mkdir()
     (tmp_path / "tmp").mkdir()
 
@@ -196,7 +197,7 @@ def test_notes_say_how_the_server_starts_and_that_it_ended_under_the_agent(
         ("import sys; print('error: none fits', file=sys.stderr); sys.exit(3)", 3, "error: none fits"),
         (
             "import sys, time\nfor part in ('load', 'ing\\n', 'error: no', 'ne fits', '\\n'):\n"
-            "    print(part, file=sys.stderr, end='', flush=True); time.sleep(0.5)\nsys.exit(3)",
+            "    print(part, file=sys.stderr, end='', flush=True); time.sleep(0.1)\nsys.exit(3)",
             3,
             "error: none fits",
         ),
@@ -245,7 +246,7 @@ class Other(BaseHTTPRequestHandler):
 @pytest.fixture
 def other() -> Iterator[HTTPServer]:
     server = HTTPServer(("127.0.0.1", 0), Other)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield server
     server.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ import pytest
 from kit import programs
 from kit.models import TOKENIZER_SIZE, random_model, save, save_pair
 from kit.served import CHAT, PATIENCE_SECONDS, Client, received, received_until, request, until
+from offload.speed.rates import rates_file
 from test_cli_fake import environment
 
 QUESTIONS = ("Where is the key?", "Who came in, and when was that?", "What?")
@@ -284,6 +286,8 @@ def test_a_killed_server_leaves_a_sound_store(target: Path, tmp_path: Path) -> N
     """A client sees a closed connection; what the next server says is the same."""
     question = "Where? " * 90  # more than a page
     args, store = [*options(target), "--no-speculation"], {"TRIFORCE_CACHE_DIR": str(tmp_path)}
+    if rates_file().exists():
+        shutil.copy(rates_file(), tmp_path)  # or each server would measure
     with Program([*args, "--no-store"], **store) as server:
         expected = server.client.chat(question, **GREEDY).said
     with Program(args, **store) as server:

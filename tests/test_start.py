@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -23,6 +25,7 @@ from test_cli_fake import environment, play
 REPOSITORY, FILE = "owner/tiny-GGUF", "tiny-Q8_0.gguf"
 MODEL = f"{REPOSITORY}/{FILE}"
 SMALLEST = STARTERS[-1]
+QUICK = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})  # the same time, of which no pauses are made
 LEAVES = "Enter or q leaves:"
 COMMANDS = ("─ Commands ─", "generate", "config")  # of the help
 
@@ -43,6 +46,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: bytes) -> Iterato
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 512)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", QUICK)  # between attempts
+    monkeypatch.setattr("huggingface_hub.file_download.time", QUICK)
     starter = replace(SMALLEST, name="Tiny", repository=REPOSITORY, file=FILE, num_bytes=len(tiny))
     monkeypatch.setattr(starters, "STARTERS", (starter,))
     with running() as hub:

@@ -18,6 +18,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -29,7 +30,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 LIBRARIES = [
     *("torch", "xxhash", "hypothesis", "transformers", "transformers.tokenization_utils_tokenizers"),
     *("offload.ranks.follower", "offload.engine.engine", "triforce_cli.commands.generate", "kit.forked", "kit.faults"),
-    *("triforce_cli.app", "prompt_toolkit.shortcuts", "programs"),
+    *("triforce_cli.app", "prompt_toolkit.shortcuts", "kit.programs"),
 ]
 PROCESSES.set_forkserver_preload(LIBRARIES)
 TESTS = Path(__file__).parents[1]
@@ -56,6 +57,25 @@ def pytest_in_a_fork(args: Sequence[str], said: Path, **variables: str) -> int |
     process = forked(_be_pytest, list(args), said, dict(os.environ) | variables)
     process.join()
     return process.exitcode
+
+
+def said_in_a_fork(code: str, *args: str, **variables: str) -> str:
+    """What a program's text writes to standard output, with these arguments and variables. Not for what is decided when
+    the interpreter or torch begins."""
+    with TemporaryFile() as file:
+        process = forked(_run, Connection(os.dup(file.fileno())), code, args, dict(os.environ) | variables)
+        process.join()
+        assert process.exitcode == 0
+        return os.pread(file.fileno(), 1 << 20, 0).decode()
+
+
+def _run(written: Connection, code: str, args: Sequence[str], variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    os.dup2(written.fileno(), 1)
+    sys.argv = ["", *args]
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    exec(code, {})
+    sys.stdout.flush()
 
 
 def _be_pytest(args: list[str], said: Path, variables: Mapping[str, str]) -> None:

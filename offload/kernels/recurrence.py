@@ -31,7 +31,7 @@ class RecurrenceWeights:
 
     @property
     def vectors(self) -> dict[str, Tensor]:
-        """Those there are but for norms, by name, as its kind's `vectors` has their shapes."""
+        """The vectors that there are besides norms, by name, as `HeadStates.vectors` has their shapes."""
         return {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
 
 

@@ -22,7 +22,7 @@ struct Delta {
     int64_t key_heads, heads, key_dim, value_dim, width, norm_fp32;
     int64_t tiled;  // -1, or value head h is served by key head (h + tiled) % key_heads
     int64_t is_mamba;    // an update is no correction: it does not depend on the state
-    int64_t by_channel;  // each channel of a head's key has a decay, as in Kimi Delta Attention
+    int64_t by_channel;  // each channel of a head's key has a decay, as in Kimi Delta Attention; key_heads is heads
     int64_t bounded;     // logs of decays are `least` times a sigmoid
     int64_t gates_by_sigmoid;
     double steps, least, epsilon, norm_epsilon;
@@ -168,7 +168,7 @@ void prepare(const Delta& d, int64_t head, const Room& room, Seen& seen, Some& s
         if (d.width == 4) convolve<E, 4>(d, some, channel, dim, out);
         else convolve<E, 0>(d, some, channel, dim, out);
     };
-    if (seen.key_head != key_head || seen.first != some.first || d.by_channel) {  // decays change queries in place
+    if (seen.key_head != key_head || seen.first != some.first) {
         seen.key_head = key_head, seen.first = some.first;
         fill(key_head * d.key_dim, d.key_dim, room.queries);
         fill(key_size + key_head * d.key_dim, d.key_dim, room.keys);

@@ -5,7 +5,8 @@ usage: python benchmarks/states.py [--turns 5] [--sizes 4B,27B] [--rows 1,8,64] 
 
 Layers of Qwen3.5's sizes, three with a state before each with attention, and as many layers of Llama's form whose
 matrices have as many numbers, all over made-up weights in bf16. "rule" is the gated delta rule of one layer
-alone, where one row is replayed; "of bytes" is a pass's time over that of its bytes (weights, and states read and
+alone, where one row is replayed; "by channel" the same with a key head for each value head and a decay for each
+channel of it, as of Kimi Linear; "of bytes" is a pass's time over that of its bytes (weights, and states read and
 written) at the rate of a plain sum. Each figure is the least of the turns. Goals: a pass at most 1.3 of its bytes for 1
 row and for 64, a prefill at most 1.3 of the dense one.
 """
@@ -17,7 +18,7 @@ import offload  # noqa: F401  # isort: skip  # before torch, which reads its thr
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as counted
 from math import inf
@@ -31,6 +32,7 @@ from offload.config.config_json import config_of
 from offload.config.mixers import DeltaRule
 from offload.config.model import ModelConfig
 from offload.kernels.cpu import kernels, of_model
+from offload.kernels.device import DeviceKernels
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.kernels.rope import scorings
@@ -159,17 +161,24 @@ def seconds(run: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def rule_alone(config: ModelConfig, rows: int, replayed: int, num_bytes: int) -> Callable[[], object]:
-    """The delta rule of layer after layer, over states of so many bytes or a few more: each run is of another one."""
+def rules_alone(config: ModelConfig, rows: int, replayed: int, num_bytes: int) -> dict[str, Callable[[], object]]:
+    """A model's delta rule by itself, and with decays by channel."""
     delta, own = config.recurrence, of_model(torch.device("cpu"), config)
     assert isinstance(delta, DeltaRule)
+    by_channel = replace(delta, num_key_heads=delta.num_heads, gate="sigmoid", by_channel=True)
+    rules = {"rule": delta, "by channel": by_channel}
+    return {name: rule_alone(own, rule, rows, replayed, num_bytes) for name, rule in rules.items()}
+
+
+def rule_alone(own: DeviceKernels, delta: DeltaRule, rows: int, replayed: int, num_bytes: int) -> Callable[[], object]:
+    """The delta rule of layer after layer, over states of so many bytes or a few more: each run is of another one."""
     count = -(-num_bytes // (4 * math.prod(delta.state_shape)))
     inputs = torch.randn(delta.width - 1 + HELD, delta.kept).to(DTYPE)
     held = [Held(torch.randn(delta.state_shape), inputs) for _ in range(count)]
     weights = RecurrenceWeights(
         torch.randn(delta.width, delta.channels),
         -torch.rand(delta.num_heads),
-        torch.randn(delta.num_heads),
+        torch.randn(delta.num_times),
         NormWeights(delta.norm, torch.ones(delta.value_dim)),
     )
     new, turn = torch.randn(rows, sum(delta.parts)).to(DTYPE), counted()
@@ -196,7 +205,7 @@ def of_size(size: str, sum_rate: float, args: argparse.Namespace) -> Iterator[di
     models = {"hybrid": made(config, capacity), "dense": made(dense(size, args.layers), capacity)}
     for rows in all_rows:
         ways = {name: partial(one_pass, model.level(), rows) for name, model in models.items()}
-        alone = {"rule": rule_alone(config, rows, replayed=1, num_bytes=args.megabytes * 2**20)}
+        alone = rules_alone(config, rows, replayed=1, num_bytes=args.megabytes * 2**20)
         least = in_turns(ways | alone, args.turns, PASSES)
         of_bytes = least["hybrid"] * sum_rate / models["hybrid"].pass_bytes()
         yield {"size": size, "rows": rows, "of_bytes": of_bytes, **least}
@@ -216,10 +225,11 @@ def in_turns(ways: Mapping[str, Callable[[], object]], turns: int, times: int) -
 
 def row(measured: dict[str, Any]) -> list[str]:
     ratio = f"{measured['hybrid'] / measured['dense']:.2f}"
-    times = [f"{1000 * measured[name]:.3g}" if name in measured else "" for name in ("rule", "hybrid", "dense")]
+    names = "rule", "by channel", "hybrid", "dense"
+    times = [f"{1000 * measured[name]:.3g}" if name in measured else "" for name in names]
     of_bytes = f"{measured['of_bytes']:.2f}" if "of_bytes" in measured else ""
     rows = str(measured["rows"]) if "rows" in measured else f"prefill of {measured['prompt']}"
-    return [measured["size"], rows, times[0], times[1], of_bytes, times[2], ratio]
+    return [measured["size"], rows, *times[:3], of_bytes, times[3], ratio]
 
 
 def main() -> None:
@@ -236,7 +246,7 @@ def main() -> None:
     summed = torch.ones(args.megabytes * 2**18)
     sum_rate = summed.nbytes / min(seconds(summed.sum) for _ in range(5))
     runs = [measured for size in args.sizes.split(",") for measured in of_size(size, sum_rate, args)]
-    columns = ["", "rows", "rule, ms a layer", "pass, ms", "of bytes", "dense pass, ms", "ratio"]
+    columns = ["", "rows", "rule, ms a layer", "by channel", "pass, ms", "of bytes", "dense pass, ms", "ratio"]
     shared = about("states", 0, kernels=kernels().name, sum_bytes_per_second=sum_rate)
     emit(columns, [row(measured) for measured in runs], shared, runs)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_interpreted import COUNTS, DIVIDED, DTYPES, Tokens, copied, outputs, some
+from delta_interpreted import COUNTS, DIVIDED, DTYPES, Tokens, check_divided, copied, some
 from gpu_interpreted import normal
 from kit.interpreter import rounds_to_bf16
 from offload.config.mixers import ShortConvolution
@@ -68,12 +68,6 @@ def test_outputs_and_what_is_held_are_those_of_torchs_operators(
     assert all(map(torch.equal, ours, theirs))
 
 
-@cache
-def alone(own: ShortConvolution, dtype: torch.dtype) -> tuple[Tensor, Held]:
-    """Of each token by itself."""
-    return outputs(tokens_of(own, dtype), [("pass", 1)] * 9)
-
-
 def tokens_of(own: ShortConvolution, dtype: torch.dtype) -> Tokens:
     held, rows = some(own, 9, dtype)
     return Tokens(own, rows, held, weights_of(own), short_convolution)
@@ -86,10 +80,7 @@ def tokens_of(own: ShortConvolution, dtype: torch.dtype) -> Tokens:
 def test_a_token_has_its_bits_however_tokens_are_divided(
     acts: list[tuple[str, int]], own: ShortConvolution, dtype: torch.dtype
 ) -> None:
-    out, held = outputs(tokens_of(own, dtype), acts)
-    wanted, wanted_held = alone(own, dtype)
-    assert out.equal(wanted)
-    assert held.inputs.equal(wanted_held.inputs)
+    check_divided(tokens_of, own, dtype, acts)
 
 
 def test_a_pass_is_one_launch_of_a_layer() -> None:

@@ -35,6 +35,10 @@ SHAPES: dict[str, States] = {
     "tiled": DeltaRule(3, 6, 5, 3, 3, tiled=1),
     "alone": DeltaRule(2, 2, 12, 20, 2, Norm(1e-4, fp32=True), steps=2.0, eps=1e-3),
     "aligned": DeltaRule(1, 8, 16, 2, 4, tiled=0),
+    "bounded": DeltaRule(2, 2, 8, 5, 2, gate="sigmoid", least=-3.0),
+    "by channel": DeltaRule(3, 3, 13, 12, 4, gate="sigmoid", by_channel=True, low_rank=8),
+    "by channel, aligned": DeltaRule(16, 16, 16, 2, 3, by_channel=True),
+    "by channel, bounded": DeltaRule(2, 2, 16, 20, 2, gate="sigmoid", by_channel=True, least=-5.0, steps=2.0),
     "mamba": Mamba2(2, 6, 8, 12, 4),
     "mamba, odd sizes": Mamba2(3, 3, 5, 3, 3, Norm(1e-3, fp32=True), taps_bias=False),
     "mamba, aligned": Mamba2(1, 8, 16, 6, 2, norm=None),
@@ -57,20 +61,19 @@ def weights_of(delta: States) -> RecurrenceWeights:
     decay, is_mamba = -(2 * normal(delta.num_heads, seed=1)).exp(), isinstance(delta, Mamba2)
     factors = 1 + normal(delta.out_size if is_mamba else delta.value_dim, seed=3) / 4
     norm = None if delta.norm is None else NormWeights(delta.norm, factors)
-    found = RecurrenceWeights(
-        normal(delta.width, delta.channels, seed=2), decay, 3 * normal(delta.num_heads, seed=4), norm
-    )
+    bias = 3 * normal(*delta.vectors["time_bias"], seed=4)
+    found = RecurrenceWeights(normal(delta.width, delta.channels, seed=2), decay, bias, norm)
     if not isinstance(delta, Mamba2):
         return found
-    bias = normal(delta.channels, seed=8) if delta.taps_bias else None
-    return replace(found, taps_bias=bias, skip=normal(delta.num_heads, seed=9))
+    taps_bias = normal(delta.channels, seed=8) if delta.taps_bias else None
+    return replace(found, taps_bias=taps_bias, skip=normal(delta.num_heads, seed=9))
 
 
 def some(delta: Recurrence, count: int, dtype: torch.dtype, *, replayed: int = 0) -> tuple[Held, Tensor]:
     """What is held, NaN beyond the replayed tokens, and new rows, which are a part of longer ones."""
     inputs = normal(delta.width - 1 + ROOM, delta.kept, seed=5, dtype=dtype)
     inputs[delta.width - 1 + replayed :] = torch.nan
-    rows = normal(count, 16 + sum(delta.parts), seed=6, dtype=dtype)[:, 3 : 3 + sum(delta.parts)]
+    rows = normal(count, 16 + sum(delta.row_parts), seed=6, dtype=dtype)[:, 3 : 3 + sum(delta.row_parts)]
     return Held(normal(*delta.state_shape, seed=7), inputs), rows
 
 
@@ -81,7 +84,8 @@ def copied(held: Held) -> Held:
 @dataclass
 class Formula:
     """One head's recurrence in fp64, as Yang et al. 2024 (arXiv 2412.06464, equation 10) have it for its transpose, or
-    as Dao and Gu 2024 (arXiv 2405.21060, section 6) have it."""
+    Kimi Delta Attention (arXiv 2510.26692) with a decay for each row, or as Dao and Gu 2024 (arXiv 2405.21060, section
+    6) have it."""
 
     delta: States
     weights: RecurrenceWeights
@@ -89,7 +93,8 @@ class Formula:
     state: Tensor  # [key_dim, value_dim]
 
     def token(self, window: Tensor, *others: Tensor) -> Tensor:
-        """window: [width, channels] up to this token. others: its parts with a number for each head."""
+        """window: [width, channels] up to this token. others: its parts with a number for each head, or with a head's
+        numbers of each channel of its key."""
         delta, head, bias = self.delta, self.head, self.weights.taps_bias
         mixed = torch.zeros(delta.channels, dtype=torch.float64)
         mixed = mixed if bias is None else bias.double()
@@ -100,8 +105,13 @@ class Formula:
         first = delta.key_dim * (head // group if tiled is None else (head + tiled) % delta.num_key_heads)
         query, key = mixed[first:][: delta.key_dim], mixed[delta.key_size + first :][: delta.key_dim]
         value = mixed[2 * delta.key_size + head * delta.value_dim :][: delta.value_dim]
-        waited = torch.log1p((others[-1][head] + self.weights.time_bias[head].double()).exp())
-        decayed = (self.weights.decay[head].double() * waited).exp() * self.state
+        time = (
+            others[-1].view(delta.num_heads, -1)[head] + self.weights.time_bias.view(delta.num_heads, -1)[head].double()
+        )
+        waited, rate = torch.log1p(time.exp()), self.weights.decay[head].double()
+        least = getattr(delta, "least", None)
+        logs = rate * waited if least is None else least / (1 + (rate * time).exp())
+        decayed = logs.exp()[:, None] * self.state
         if isinstance(delta, Mamba2):
             assert self.weights.skip is not None
             self.state = decayed + waited * torch.outer(key, value)
@@ -137,11 +147,12 @@ def in_fp64(delta: States, held: Held, rows: Tensor, replayed: int) -> tuple[Ten
         formula = Formula(delta, weights, head, held.state[head].double())
         states.append([formula.state])
         for token in range(replayed + len(rows)):
-            found = formula.token(mixed[token : token + delta.width], *others[token + before].split(heads))
+            found = formula.token(mixed[token : token + delta.width], *others[token + before].split(delta.rates))
             states[-1].append(formula.state)
             if token >= replayed:
                 out[token - replayed, head] = found
-    found = normed(delta, weights.norm, out, gates / (1 + (-gates).exp()))
+    numerators = 1 if getattr(delta, "gate", None) == "sigmoid" else gates
+    found = normed(delta, weights.norm, out, numerators / (1 + (-gates).exp()))
     return found, *(torch.stack([each[at] for each in states]) for at in (replayed, -1))
 
 
@@ -176,14 +187,15 @@ def test_a_state_is_settled_without_new_rows(delta: States, replayed: int) -> No
     assert held.inputs.view(torch.uint8).equal(theirs.inputs.view(torch.uint8))
 
 
-def test_small_times_keep_their_digits() -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_small_times_keep_their_digits(by_channel: bool) -> None:
     """Of softplus: log(1 + exp(-18)) is 1.5e-8, which fp32 does not add to 1. Decays are those of the formula."""
-    delta = DeltaRule(1, 1, 2, 2, 2)
+    delta = DeltaRule(1, 1, 2, 2, 2, by_channel=by_channel)
     norm = NormWeights(delta.norm, torch.ones(2))
     for time, rate in ((-18.0, -3e6), (-5.0, -20.0), (0.0, -1.0), (4.0, -0.1), (40.0, -0.01)):
-        weights = RecurrenceWeights(torch.zeros(2, 6), torch.tensor([rate]), torch.tensor([time]), norm)
+        weights = RecurrenceWeights(torch.zeros(2, 6), torch.tensor([rate]), torch.full((delta.num_times,), time), norm)
         held = Held(torch.ones(1, 2, 2), torch.zeros(3, delta.kept))
-        run_states(delta, weights, held, torch.zeros(1, sum(delta.parts)), Replayed(0), settles=True)
+        run_states(delta, weights, held, torch.zeros(1, sum(delta.row_parts)), Replayed(0), settles=True)
         wanted = (rate * torch.tensor(time).double().exp().log1p()).exp().expand(1, 2, 2)
         assert_close(held.state.double(), wanted, rtol=2e-6, atol=0)
 
@@ -234,9 +246,20 @@ def outputs(found: Tokens, acts: Sequence[tuple[str, int]]) -> tuple[Tensor, Hel
 
 
 @cache
-def alone(delta: States, dtype: torch.dtype) -> tuple[Tensor, Held]:
+def alone(tokens_of: Callable[..., Tokens], own: Recurrence, dtype: torch.dtype) -> tuple[Tensor, Held]:
     """Of each token by itself."""
-    return outputs(tokens_of(delta, dtype), [("pass", 1)] * 9)
+    return outputs(tokens_of(own, dtype), [("pass", 1)] * 9)
+
+
+def check_divided(
+    tokens_of: Callable[..., Tokens], own: Recurrence, dtype: torch.dtype, acts: Sequence[tuple[str, int]]
+) -> None:
+    """What comes out and what is held are, bit for bit, those of each token by itself."""
+    out, held = outputs(tokens_of(own, dtype), acts)
+    wanted, wanted_held = alone(tokens_of, own, dtype)
+    assert out.equal(wanted)
+    assert held.state.equal(wanted_held.state)
+    assert held.inputs.equal(wanted_held.inputs)
 
 
 DIVIDED = {
@@ -257,11 +280,7 @@ DIVIDED = {
 def test_a_token_has_its_bits_however_tokens_are_divided(
     acts: list[tuple[str, int]], delta: States, dtype: torch.dtype
 ) -> None:
-    out, held = outputs(tokens_of(delta, dtype), acts)
-    wanted, wanted_held = alone(delta, dtype)
-    assert out.equal(wanted)
-    assert held.state.equal(wanted_held.state)
-    assert held.inputs.equal(wanted_held.inputs)
+    check_divided(tokens_of, delta, dtype, acts)
 
 
 def test_a_long_prefill_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +311,7 @@ def test_rows_whose_places_a_program_would_take_for_aligned_ones_are_copied(monk
     monkeypatch.setattr(by_triton, "launch", lambda program, grid, arguments, **_: given.append((program, arguments)))
     for delta in SHAPES.values():
         for first, stride in ((0, 0), (3, 16), (16, 16)):
-            rows = torch.zeros(3, stride + sum(delta.parts))[:, first : first + sum(delta.parts)]
+            rows = torch.zeros(3, stride + sum(delta.row_parts))[:, first : first + sum(delta.row_parts)]
             held = some(delta, 0, torch.float32)[0]
             run_states(delta, weights_of(delta), held, rows, Replayed(0), settles=False)
             (advance, (*_, there, _, step, _, _, _)), (_, (_, passed, *_)) = given
@@ -325,12 +344,23 @@ MUTANTS = {
     "keys are the neighbour's": ("head * KEY_HEADS // HEADS", "(head + 1) % HEADS * KEY_HEADS // HEADS"),
     "tiles begin at the first key head": ("(head + TILED) % KEY_HEADS", "head % KEY_HEADS"),
     "steps of a new row are its gates": ("place >= first_new, OUT, 0", "place > first_new, OUT, 0"),
-    "times are steps": ("tl.load(own + (1 - MAMBA) * HEADS)", "tl.load(own)"),
+    "times are steps": ("tl.load(own + at_time, mask=in_time, other=0.0)\n", "tl.load(own + head)\n"),
+    "decays of another channel": ("head * KEY_DIM + dim, dim < KEY_DIM", "head * KEY_DIM + (dim ^ 1), dim < KEY_DIM"),
+    "biases of another head": ("time_bias + at_time", "time_bias + (at_time + TIMES // HEADS) % TIMES"),
+    "steps of another head": ("tl.load(own + head)", "tl.load(own + tl.maximum(head - 1, 0))"),
+    "times of another head": (
+        "at_time, in_key, in_value, in_time,\n        KEY",
+        "at_time * 0, in_key, in_value, in_time,\n        KEY",
+    ),
+    "decays are never bounded": ("if LEAST is None else", "if LEAST != 0 else"),
+    "bounded decays have no rate": ("LEAST / (1 + tl.exp(rate * time))", "LEAST / (1 + tl.exp(-time))"),
+    "gates are silu": ("(1.0 if SIGMOID else x)", "x"),
+    "as many times are held as there are heads": ("(1 - MAMBA) * HEADS + TIMES", "(2 - MAMBA) * HEADS"),
     "a token is read twice": (NEXT, NEXT.replace("stop - 1", "stop - 2")),
     "an output is of the state before": ("seen + tl.sum(query * key, 0) * update", "seen"),
     "values have no taps": ("_convolved(value, value_taps, value_bias)", "_silu(tl.sum(value.to(tl.float32), 0))"),
     "a convolution without its bias": ("taps, 0) + bias)", "taps, 0))"),
-    "an update of Mamba-2 is not timed": ("update = waited * value", "update = value"),
+    "an update of Mamba-2 is not timed": ("update = _softplus(time) * value", "update = value"),
     "values of Mamba-2 do not pass the state": ("result += passed * value", "result += 0.0"),
     "keys of Mamba-2 are normed": ("if MAMBA:\n                update", "if False:\n                update"),
     "its norm comes before the gate": ("numbers *= _silu(gate)\n", "numbers *= 1.0\n"),
@@ -357,7 +387,8 @@ def test_each_fault_is_seen(old: str, new: str, monkeypatch: pytest.MonkeyPatch,
     spec.loader.exec_module(edited)
     monkeypatch.setattr(by_triton, "ADVANCE", edited.ADVANCE)
     monkeypatch.setattr(by_triton, "FINISH", edited.FINISH)
-    assert not all(map(sees_no_fault, (SHAPES["tiled"], SHAPES["grouped"], SHAPES["mamba"])))
+    names = "tiled", "grouped", "mamba", "by channel", "by channel, bounded"
+    assert not all(sees_no_fault(SHAPES[name]) for name in names)
 
 
 def test_the_programs_have_the_text_of_each_fault() -> None:

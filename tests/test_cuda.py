@@ -289,7 +289,7 @@ def delta_weights(delta: DeltaRule | Mamba2) -> RecurrenceWeights:
     norm = None if delta.norm is None else NormWeights(delta.norm, 1 + some(delta.norm_size) / 4)
     taps = some(delta.width, delta.channels)
     of_mamba = (some(delta.channels), some(delta.num_heads)) if isinstance(delta, Mamba2) else ()
-    return RecurrenceWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.num_heads), norm, *of_mamba)
+    return RecurrenceWeights(taps, -some(delta.num_heads).exp(), 2 * some(delta.rates[-1]), norm, *of_mamba)
 
 
 def in_passes(
@@ -339,10 +339,12 @@ def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are
 
 
 def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:
-    """With sizes of a 9B, a 27B, Nemotron 3 Nano and Granite 4 H-Tiny, and with odd ones."""
+    """With sizes of a 9B, a 27B, Kimi Linear, Nemotron 3 Nano and Granite 4 H-Tiny, and with odd ones."""
+    kimi = DeltaRule(32, 32, 128, 128, gate="sigmoid", by_channel=True)
+    kimis = kimi, replace(kimi, least=-5.0), DeltaRule(3, 3, 20, 12, 3, by_channel=True)
     rules = DeltaRule(16, 32, 128, 128), DeltaRule(16, 48, 128, 128), DeltaRule(3, 6, 20, 12, 3, tiled=1)
     mambas = Mamba2(8, 64, 128, 64), Mamba2(1, 48, 128, 64), Mamba2(3, 6, 20, 12, 3, norm=None)
-    for delta in (*rules, *mambas):
+    for delta in (*rules, *kimis, *mambas):
         kernels = gpu_kernels(torch.device(DEVICE)).recurrences[type(delta)]
         by_torch = NONE.recurrences[type(delta)]
         weights = delta_weights(delta)

@@ -1,5 +1,5 @@
-"""The gated delta rule and Mamba-2 against their formulas in fp64, and the claim that a row's bits depend on nothing
-beside it.
+"""The gated delta rule, with decays by head or by channel, and Mamba-2 against their formulas in fp64, and the claim
+that a row's bits depend on nothing beside it.
 
 By torch's operators and by every instruction set of this machine, in every dtype.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad, softplus
+from torch.nn.functional import conv1d, pad, silu, softplus
+from torch.testing import assert_close
+from transformers.models.glm5_next.modeling_glm5_next import recurrent_kimi_delta_attention
 
 from kit.processor import before_a_guard, built, on_this_machine, threads
 from offload.config.mixers import DeltaRule, Mamba2
@@ -37,6 +40,14 @@ RULES = {
     "steps to 2": DeltaRule(1, 2, 12, 100, norm=NORM, steps=2.0),
     "tiled heads": DeltaRule(3, 6, 16, 12, norm=NORM, tiled=0),
     "tiled heads of a later rank": DeltaRule(4, 6, 8, 16, norm=NORM, tiled=3),
+    "bounded decays": DeltaRule(1, 3, 8, 12, width=2, norm=NORM, gate="sigmoid", least=-3.0),
+}
+BY_CHANNEL = DeltaRule(3, 3, 16, 28, norm=NORM, gate="sigmoid", by_channel=True, low_rank=8)  # low_rank: of no kernel
+RULES |= {
+    "decays by channel": BY_CHANNEL,
+    "decays by channel, odd sizes": replace(BY_CHANNEL, key_dim=13, value_dim=21, width=3, eps=1e-4, gate="silu"),
+    "decays by channel, wide heads": replace(BY_CHANNEL, key_dim=72, value_dim=100, width=2),
+    "bounded decays by channel": replace(BY_CHANNEL, key_dim=20, value_dim=64, least=-5.0, steps=2.0),
 }
 STATES: dict[str, DeltaRule | Mamba2] = {
     **RULES,
@@ -92,13 +103,13 @@ def scene(rule: DeltaRule | Mamba2, dtype: torch.dtype, num_rows: int, *, seed: 
     weights = RecurrenceWeights(
         normal(rule.width, rule.channels) / 2,
         -normal(rule.num_heads).exp(),
-        normal(rule.num_heads),
+        normal(*rule.vectors["time_bias"]),
         None if rule.norm is None else NormWeights(rule.norm, 1 + normal(normed) / 4),
         normal(rule.channels) / 4 if isinstance(rule, Mamba2) and rule.taps_bias else None,
         normal(rule.num_heads) if is_mamba else None,
     )
     held = Held(normal(*rule.state_shape) / 4, normal(rule.width - 1 + ROOM, rule.kept).to(dtype))
-    rows = normal(num_rows, sum(rule.parts) + 3).to(dtype)[:, : sum(rule.parts)]
+    rows = normal(num_rows, sum(rule.row_parts) + 3).to(dtype)[:, : sum(rule.row_parts)]
     of_heads = sum(rule.rates)
     rows[:, -of_heads:] *= 3
     held.inputs[:, -of_heads:] *= 3
@@ -120,7 +131,7 @@ def by_the_formula(
     bias = None if weights.taps_bias is None else weights.taps_bias.double()
     mixed = conv1d(channels.T, weights.taps.double().T[:, None], bias, groups=rule.channels).T
     q, k, v = (mixed / (1 + (-mixed).exp())).split((rule.key_size, rule.key_size, rule.out_size), 1)
-    others = inputs[rule.width - 1 :, rule.channels :].double().split(rule.num_heads, 1)
+    others = inputs[rule.width - 1 :, rule.channels :].double().split(rule.rates, 1)
     if isinstance(rule, DeltaRule):
         yield from of_the_delta_rule(rule, weights, state, (q, k, v), others)
     else:
@@ -149,8 +160,8 @@ def of_mamba(
 def of_the_delta_rule(
     rule: DeltaRule, weights: RecurrenceWeights, state: Tensor, mixed: tuple[Tensor, ...], others: tuple[Tensor, ...]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T and S_t q_t (section 3.1 of the paper, whose S
-    is the transpose of a state)."""
+    """S_t = S_{t-1} diag(alpha_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and S_t q_t, S being a state's transpose
+    (section 3.1 of the paper; with an alpha for each channel, section 3 of Kimi Delta Attention's)."""
     (q, k, v), (b, a), heads = mixed, others, rule.num_heads
     count = len(v)
     owner = torch.arange(heads) // max(heads // rule.num_key_heads, 1)
@@ -160,12 +171,15 @@ def of_the_delta_rule(
     q, k = (x / (x.square().sum(-1, keepdim=True) + rule.eps).sqrt() for x in (q, k))
     q, v = q / rule.key_dim**0.5, v.reshape(count, heads, rule.value_dim)
     beta = rule.steps / (1 + (-b).exp())
-    alpha = (weights.decay.double() * softplus(a + weights.time_bias.double())).exp()
+    times, rates = (a + weights.time_bias.double()).view(count, heads, -1), weights.decay.double()[:, None]
+    alpha = (rates * softplus(times)).exp()
+    if rule.least is not None:
+        alpha = (rule.least / (1 + (rates * times).exp())).exp()
     transposed, one = state.double().transpose(1, 2), torch.eye(rule.key_dim, dtype=torch.float64)
     for t in range(count):
         removed = one - beta[t, :, None, None] * k[t, :, :, None] * k[t, :, None, :]
         added = beta[t, :, None, None] * v[t, :, :, None] * k[t, :, None, :]
-        transposed = transposed @ (alpha[t, :, None, None] * removed) + added
+        transposed = (transposed * alpha[t, :, None]) @ removed + added
         yield (transposed @ q[t, :, :, None])[..., 0], transposed.transpose(1, 2)
 
 
@@ -179,7 +193,8 @@ def expected(
     outputs, states = zip(*by_the_formula(rule, scene.weights, held.state, inputs), strict=True)
     out = torch.stack(outputs[count:])
     gates = rows[:, rule.channels : rule.channels + rule.out_size].double().view(out.shape)
-    gates, norm = gates / (1 + (-gates).exp()), scene.weights.norm
+    by_sigmoid, norm = getattr(rule, "gate", None) == "sigmoid", scene.weights.norm
+    gates = (1 if by_sigmoid else gates) / (1 + (-gates).exp())
     if isinstance(rule, DeltaRule):
         assert norm is not None
         factors = gates * norm.weight.double()
@@ -228,14 +243,39 @@ def test_outputs_states_and_what_is_held_are_those_of_the_formula(
     check_formula(executors(STATES[rule]), STATES[rule], dtype, PASSES)
 
 
-REAL = (DeltaRule(1, 3, 128, 128, norm=NORM), Mamba2(1, 3, 128, 64, norm=NORM))
+REAL = {
+    "delta rule": DeltaRule(1, 3, 128, 128, norm=NORM),
+    "decays by channel": replace(BY_CHANNEL, num_key_heads=2, num_heads=2, key_dim=128, value_dim=128),
+    "mamba": Mamba2(1, 3, 128, 64, norm=NORM),
+}
 
 
 @pytest.mark.parametrize("name", on_this_machine())
-@pytest.mark.parametrize("rule", REAL, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", REAL.values(), ids=REAL)
 def test_real_sizes(name: str, rule: DeltaRule | Mamba2) -> None:
     """Heads of 128 x 128 and 128 x 64, of which every kernel has its own blocks of columns."""
     check_formula(of(name, type(rule)), rule, torch.bfloat16, [(1, 1, False), (20, 3, False)])
+
+
+@pytest.mark.parametrize("least", [None, -5.0])
+def test_decays_by_channel_are_transformers_own(executor: RunRecurrence, least: float | None) -> None:
+    """In fp32, of layers with which Kimi Linear's and Ling's agree: outputs and the state."""
+    rule = replace(BY_CHANNEL, key_dim=32, value_dim=32, least=least)
+    made, count = scene(rule, torch.float32, 40), 5
+    held, before, rates, norm = made.copy(), rule.width - 1, made.weights.decay, made.weights.norm
+    inputs = torch.cat([held.inputs[: before + count], without_gates(rule, made.rows)])
+    mixed = silu(conv1d(inputs[:, : rule.channels].T, made.weights.taps.T[:, None], groups=rule.channels)).T
+    q, k, v = (each.view(1, -1, 3, 32) for each in mixed.split(rule.key_size, 1))
+    steps, times = inputs[before:, rule.channels :].split(rule.rates, 1)
+    times = (times + made.weights.time_bias).view(1, -1, 3, 32)
+    logs = rates[:, None] * softplus(times) if least is None else least * (times * -rates[:, None]).sigmoid()
+    given = q, k, v, logs, steps.sigmoid()[None], held.state[None], True
+    wanted, state = recurrent_kimi_delta_attention(*given, use_qk_l2norm_in_kernel=True)
+    normed = wanted[0, count:] * (wanted[0, count:].square().mean(-1, keepdim=True) + rule.norm.eps).rsqrt()
+    gates = made.rows[:, rule.channels :][:, : rule.out_size].sigmoid()
+    found = executor(rule, made.weights, held, made.rows, Replayed(count), settles=True)
+    assert_close(found, (normed * norm.weight).flatten(1) * gates, rtol=1e-5, atol=3e-5)
+    assert_close(held.state, state[0], rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -292,7 +332,7 @@ def check_divided(run: RunRecurrence, made: Scene, seeds: Sequence[int]) -> None
             num_rows = draw((2, 8, ROOM)[seed % 3])
             accepted = min(draw(num_rows), NUM_TOKENS - done)
             settles = draw(4) == 1
-            rows = torch.full((num_rows, sum(rule.parts)), torch.nan, dtype=dtype)
+            rows = torch.full((num_rows, sum(rule.row_parts)), torch.nan, dtype=dtype)
             rows[:accepted] = made.rows[done : done + accepted]
             with threads(draw(3)):
                 rows = rows[:accepted] if settles else rows
@@ -312,7 +352,7 @@ def test_bits_are_the_same_in_any_passes_with_any_replays(
 
 
 @pytest.mark.parametrize("name", on_this_machine())
-@pytest.mark.parametrize("rule", REAL, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", REAL.values(), ids=REAL)
 def test_bits_of_real_sizes(name: str, rule: DeltaRule | Mamba2) -> None:
     check_bits(of(name, type(rule)), rule, torch.bfloat16, range(2))
 
@@ -320,15 +360,18 @@ def test_bits_of_real_sizes(name: str, rule: DeltaRule | Mamba2) -> None:
 # Functions of single numbers, which a state of one number shows.
 
 ONE = DeltaRule(1, 1, 1, 1, width=2, norm=NORM, eps=1e-30)
+ONES = {"by head": ONE, "by channel": replace(ONE, by_channel=True)}
 NUMBERS = torch.cat([torch.linspace(-120, 100, 1001), torch.logspace(-6, 2, 200), -torch.logspace(-6, 2, 200)])
 NUMBERS = torch.cat([NUMBERS, torch.tensor([0.0, 1e3, -1e3, 1e38, -1e38])])
 ULP = torch.finfo(torch.float32).eps
 
 
-def state_after(run: RunRecurrence, state: float, v: Tensor, b: Tensor, a: Tensor, decay: Tensor) -> Tensor:
-    """Of heads with one token each, whose key is 1: fp64 [n]."""
+def state_after(
+    run: RunRecurrence, one: DeltaRule, state: float, v: Tensor, b: Tensor, a: Tensor, decay: Tensor
+) -> Tensor:
+    """Of heads with one token each, whose key is 1: fp64 [n]. one: the rule of a head."""
     heads = len(v)
-    rule = replace(ONE, num_key_heads=heads, num_heads=heads)
+    rule = replace(one, num_key_heads=heads, num_heads=heads)
     last = torch.cat([torch.full((2 * heads,), 4096.0), v, torch.zeros(heads), b, a])
     taps = torch.stack([torch.zeros(rule.channels), torch.ones(rule.channels)])
     weights = RecurrenceWeights(taps, decay, torch.zeros(heads), NormWeights(NORM, torch.ones(1)))
@@ -337,24 +380,28 @@ def state_after(run: RunRecurrence, state: float, v: Tensor, b: Tensor, a: Tenso
     return held.state.flatten().double()
 
 
-def test_functions_are_within_a_few_units_of_the_last_place(executor: RunRecurrence) -> None:
-    """silu of the convolution, sigmoid of the steps, exp and softplus of the decays."""
-    x, zero = NUMBERS, torch.zeros_like(NUMBERS)
+@pytest.mark.parametrize("one", ONES.values(), ids=ONES)
+def test_functions_are_within_a_few_units_of_the_last_place(executor: RunRecurrence, one: DeltaRule) -> None:
+    """silu of the convolution, sigmoid of the steps; exp, softplus and sigmoid of the decays."""
+    x, zero, after = NUMBERS, torch.zeros_like(NUMBERS), partial(state_after, executor, one)
     sure, never = zero + 200, zero - 200
-    silu = state_after(executor, 0.0, x, sure, zero, zero - 1)
+    gated = after(0.0, x, sure, zero, zero - 1)
     exact = x.double() / (1 + (-x.double()).exp())
-    assert ((silu - exact).abs() <= 4 * ULP * exact.abs() + 1e-35).all()
-    steps = state_after(executor, 0.0, zero + 4096, x, zero, zero - 1) / 4096
+    assert ((gated - exact).abs() <= 4 * ULP * exact.abs() + 1e-35).all()
+    steps = after(0.0, zero + 4096, x, zero, zero - 1) / 4096
     exact = 1 / (1 + (-x.double()).exp())
     assert ((steps - exact).abs() <= 4 * ULP * exact + 1e-35).all()
     times = x.clamp(min=-80)
     grown = softplus(times.double())
     decay = (-2 / grown).float()  # so that e^-2 has softplus's own errors twice
     exact = (decay.double() * grown).exp()
-    assert ((state_after(executor, 1.0, zero, never, times, decay) - exact).abs() <= 10 * ULP * exact).all()
+    assert ((after(1.0, zero, never, times, decay) - exact).abs() <= 10 * ULP * exact).all()
     exact = (-NUMBERS.abs().double()).exp()
-    found = state_after(executor, 1.0, zero, never, zero + 60, -NUMBERS.abs() / 60)
+    found = after(1.0, zero, never, zero + 60, -NUMBERS.abs() / 60)
     assert ((found - exact).abs() <= (4 + 2 * NUMBERS.abs()) * ULP * exact + 1e-35).all()
+    exact = (-5 / (1 + (-x.double()).exp())).exp()
+    bounded = state_after(executor, replace(one, least=-5.0), 1.0, zero, never, x, zero - 1)
+    assert ((bounded - exact).abs() <= 20 * ULP * exact).all()
 
 
 # What is no number, and the ends of memory.
@@ -362,12 +409,13 @@ def test_functions_are_within_a_few_units_of_the_last_place(executor: RunRecurre
 
 @pytest.mark.parametrize("name", on_this_machine())
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_is_passed_on_to_later_rows_alone(name: str, value: float) -> None:
-    rule = RULES["odd sizes"]
+@pytest.mark.parametrize("own", ["odd sizes", "decays by channel, odd sizes"])
+def test_what_is_no_number_is_passed_on_to_later_rows_alone(name: str, value: float, own: str) -> None:
+    rule = RULES[own]
     made = scene(rule, torch.float32, 8)
     wanted = of(name)(rule, made.weights, made.copy(), made.rows, Replayed(0), settles=False)
-    end = sum(rule.parts)
-    for column in (*range(0, end, 7), *range(end - 2 * rule.num_heads, end)):
+    end = sum(rule.row_parts)
+    for column in (*range(0, end, 7), *range(end - sum(rule.rates), end)):
         rows = made.rows.clone()
         rows[4, column] = value
         found = of(name)(rule, made.weights, made.copy(), rows, Replayed(0), settles=False)
@@ -391,6 +439,35 @@ def test_nothing_is_read_or_written_past_the_end_of_memory(name: str, rule: str,
         held = Held(guarded(made.held.state), guarded(made.held.inputs[:kept]))
         found = run(made.rule, replace(weights, norm=norm, **own), held, guarded(made.rows), Replayed(2), settles=False)
     assert torch.equal(found, run(made.rule, weights, made.copy(), made.rows, Replayed(2), settles=False))
+
+
+MISFITS: dict[str, Callable[[Scene], Scene]] = {
+    "a bias by head alone": lambda made: replace(
+        made, weights=replace(made.weights, time_bias=torch.zeros(made.rule.num_heads))
+    ),
+    "no decay": lambda made: replace(made, weights=replace(made.weights, decay=None)),
+    "a skip": lambda made: replace(made, weights=replace(made.weights, skip=torch.zeros(made.rule.num_heads))),
+    "taps of 16 bits": lambda made: replace(made, weights=replace(made.weights, taps=made.weights.taps.half())),
+    "taps in columns": lambda made: replace(
+        made, weights=replace(made.weights, taps=made.weights.taps.T.contiguous().T)
+    ),
+    "a state of 16 bits": lambda made: replace(made, held=replace(made.held, state=made.held.state.half())),
+    "a state of one head": lambda made: replace(made, held=replace(made.held, state=made.held.state[:1])),
+    "no room for new rows": lambda made: replace(made, held=replace(made.held, inputs=made.held.inputs[:7])),
+    "short inputs": lambda made: replace(made, held=replace(made.held, inputs=made.held.inputs[:, 1:])),
+    "inputs of 16 bits": lambda made: replace(made, held=replace(made.held, inputs=made.held.inputs.half())),
+    "rows without times": lambda made: replace(made, rows=made.rows[:, : -made.rule.num_times]),
+    "rows in columns": lambda made: replace(made, rows=made.rows.T.contiguous().T),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_the_kernels_would_read_wrongly_they_refuse(misfit: str) -> None:
+    name, fits = on_this_machine()[0], scene(BY_CHANNEL, torch.float32, 5)
+    of(name)(fits.rule, fits.weights, fits.copy(), fits.rows, Replayed(5), settles=False)
+    made = MISFITS[misfit](fits)
+    with pytest.raises(AssertionError):
+        of(name)(made.rule, made.weights, made.held, made.rows, Replayed(5), settles=False)
 
 
 def test_what_is_around_the_held_rows_stays(executor: RunRecurrence) -> None:
@@ -420,7 +497,7 @@ BUGS = {
         "query @ state", "query @ (state - key.transpose(1, 2) * update.unsqueeze(1))"
     ),
     "steps end at 1": ("delta.steps / _grown", "1 / _grown"),
-    "the decays of other heads": ("decays = (weights.decay *", "decays = (weights.decay.flip(0) *"),
+    "the decays of other heads": ("rates[:, None]", "rates.flip(0)[:, None]"),
     "value heads take turns": (
         "(states.key_heads,", "([head % states.num_key_heads for head in range(states.num_heads)],",
     ),
@@ -428,6 +505,27 @@ BUGS = {
     "no epsilon below the norm of keys": ("keepdim=True) + delta.eps)", "keepdim=True))"),
     "taps are the other way around": ("enumerate(weights.taps)", "enumerate(weights.taps.flip(0))"),
     "a sum over all rows": ("square().sum(2, keepdim=True)", "square().sum((0, 2), keepdim=True)"),
+}  # fmt: skip
+
+
+BUGS_BY_CHANNEL = {
+    "the decays of other channels": ("logs.exp_()", "logs.roll(1, 2).exp_()"),
+    "the decays of other heads": ("logs.exp_()", "logs.roll(1, 1).exp_()"),
+    "a decay of the whole head": ("logs.exp_()", "logs.mean(2, keepdim=True).exp_()"),
+    "the biases of another head": ("times + weights.time_bias", "times + weights.time_bias.roll(delta.key_dim)"),
+    "the biases of other channels": ("times + weights.time_bias", "times + weights.time_bias.flip(0)"),
+    "the steps of another head": ("delta.steps / _grown(steps)", "delta.steps / _grown(steps.roll(1, 1))"),
+    "decays are never bounded": ("if delta.least is None else", "if True else"),
+    "decays are always bounded": (
+        "if delta.least is None else delta.least *", "if delta.least == 0 else (delta.least or -5) *"
+    ),
+    "bounded decays have no rate": ("by_head * -rates", "by_head"),
+    "bounded decays grow with time": ("by_head * -rates", "by_head * rates"),
+    "gates are silu": ("else sigmoid(gates)", "else silu(gates)"),
+    "times are held of so many channels as there are heads": (
+        "held.inputs[: len(kept)] = kept",
+        "held.inputs[: len(kept), :end] = kept[:, : (end := states.channels + 2 * states.num_heads)]",
+    ),
 }  # fmt: skip
 
 
@@ -447,9 +545,11 @@ BUGS_OF_MAMBA = {
 
 
 def with_a_bug(twin: ModuleType, old: str, new: str) -> ModuleType:
-    """The module with `old`, which its source has once, replaced."""
+    """The module with `old`, which its source has once, replaced. Errors: ValueError where it has not, which no test
+    takes for a mistake that was found."""
     source = Path(str(twin.__file__)).read_text(encoding="utf-8")
-    assert source.count(old) == 1
+    if (times := source.count(old)) != 1:
+        raise ValueError(f"{twin.__name__} has {old!r} {times} times, not once")
     module = ModuleType(twin.__name__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for their annotations
@@ -464,6 +564,13 @@ def test_mistakes_are_found(bug: str) -> None:
         check_small(with_a_bug(delta, *BUGS[bug]).delta_rule)
 
 
+@pytest.mark.few(9)
+@pytest.mark.parametrize("bug", BUGS_BY_CHANNEL)
+def test_mistakes_by_channel_are_found(bug: str) -> None:
+    with pytest.raises(AssertionError):
+        check_small_by_channel(with_a_bug(delta, *BUGS_BY_CHANNEL[bug]).delta_rule)
+
+
 @pytest.mark.few(5)
 @pytest.mark.parametrize("bug", BUGS_OF_MAMBA)
 def test_mistakes_of_mamba_are_found(bug: str) -> None:
@@ -473,6 +580,7 @@ def test_mistakes_of_mamba_are_found(bug: str) -> None:
 
 def test_without_a_mistake_none_is_found() -> None:
     check_small(delta.delta_rule)
+    check_small_by_channel(delta.delta_rule)
     check_small_mamba(mamba.mamba2)
 
 
@@ -480,6 +588,13 @@ def check_small(run: RunRecurrence) -> None:
     rule = replace(RULES["three value heads a key head"], key_dim=8, value_dim=9, steps=2.0, eps=1e-2)
     check_formula(run, rule, torch.float32, PASSES[:5] + PASSES[6:7])
     check_bits(run, rule, torch.float32, [1, 2])
+
+
+def check_small_by_channel(run: RunRecurrence) -> None:
+    rule = replace(BY_CHANNEL, key_dim=8, value_dim=9)
+    for each in (rule, replace(rule, least=-5.0)):
+        check_formula(run, each, torch.float32, PASSES[1:4])
+        check_bits(run, each, torch.float32, [1])
 
 
 def check_small_mamba(run: RunRecurrence) -> None:

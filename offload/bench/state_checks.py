@@ -4,6 +4,7 @@ doctor`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,8 +24,11 @@ from offload.transfer.memory import Memory
 
 DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the heads of Qwen3.6-27B
 HEAD_DIM = 256  # of its layers that attend
+KIMI = DeltaRule(8, 8, 128, 128, norm=Norm(fp32=True), gate="sigmoid", by_channel=True)  # a quarter of the heads
 CHECKED: dict[str, Recurrence] = {
     "states, Qwen3.6-27B": DELTA,
+    "states, Kimi Linear": KIMI,
+    "states, Ling 3": replace(KIMI, least=-5.0),
     "states, Nemotron 3 Nano": Mamba2(2, 16, 128, 64),  # a quarter of its heads
     "short convolutions, LFM2-1.2B": ShortConvolution(2048),
 }

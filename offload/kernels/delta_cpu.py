@@ -13,10 +13,9 @@ from torch import Tensor
 
 from offload.config.mixers import DeltaRule, Mamba2
 from offload.kernels.products import address
-from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
+from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, assert_layout
 from offload.native.interface import DTYPES, Delta, Library
 
-_MOST_WIDTH = 8  # of the convolution, as in native/delta_rows.h
 _spare: dict[int, Tensor] = {}  # scratch for so many threads, kept for the next call, which takes it out meanwhile
 
 
@@ -56,30 +55,27 @@ def _structure(
     *,
     settles: bool,
 ) -> Delta:
-    norm, before = weights.norm, states.width - 1
+    norm = weights.norm
     vectors = (weights.taps, weights.taps_bias, weights.decay, weights.time_bias, weights.skip)
-    assert held.state.shape == states.state_shape
-    assert rows.shape[1] == sum(states.row_parts)
-    assert held.inputs.shape[1] == states.kept
-    assert before + max(count, 0 if settles else len(rows)) <= len(held.inputs)
-    assert weights.taps.shape == (states.width, states.channels)
+    assert_layout(states, weights, held, rows, count, settles=settles)
     assert norm is None or not norm.norm.centred
     assert norm is None or norm.bias is None
-    assert states.width <= _MOST_WIDTH
-    given = [each for each in (held.state, *vectors) if each is not None]
-    assert all(each.dtype == torch.float32 for each in given)
-    assert held.inputs.dtype == rows.dtype
-    assert norm is None or norm.weight.dtype in (rows.dtype, torch.float32)
-    assert all(each.is_contiguous() for each in (*given, *([] if norm is None else [norm.weight])))
-    assert held.inputs.stride(1) == rows.stride(1) == 1
-    rule = states if isinstance(states, DeltaRule) else None
+    assert norm is None or (norm.weight.dtype in (rows.dtype, torch.float32) and norm.weight.is_contiguous())
     return Delta(
         held.state.data_ptr(), held.inputs.data_ptr(), rows.data_ptr(), out.data_ptr(), *map(address, vectors),
         None if norm is None else norm.weight.data_ptr(), None, None,
         held.inputs.stride(0), rows.stride(0), count, len(rows), settles,
         states.num_key_heads, states.num_heads, states.key_dim, states.value_dim, states.width,
-        norm is not None and norm.weight.dtype == torch.float32,
-        -1 if rule is None or rule.tiled is None else rule.tiled,
-        rule is None,
-        1.0 if rule is None else rule.steps, 0.0 if rule is None else rule.eps, 0.0 if norm is None else norm.norm.eps,
+        norm is not None and norm.weight.dtype == torch.float32, *_constants(states),
+        0.0 if norm is None else norm.norm.eps,
     )  # fmt: skip
+
+
+def _constants(states: DeltaRule | Mamba2) -> tuple[float, ...]:
+    """The fields `tiled` to `epsilon` of the structure."""
+    if isinstance(states, Mamba2):
+        return -1, True, False, False, False, 1.0, 0.0, 0.0
+    assert not states.by_channel or states.num_key_heads == states.num_heads
+    tiled, least = -1 if states.tiled is None else states.tiled, 0.0 if states.least is None else states.least
+    bounded, by_sigmoid = states.least is not None, states.gate == "sigmoid"
+    return tiled, False, states.by_channel, bounded, by_sigmoid, states.steps, least, states.eps

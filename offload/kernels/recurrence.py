@@ -6,19 +6,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from offload.config.mixers import Recurrence
 from offload.kernels.norms import NormWeights
 
 Kind = TypeVar("Kind", bound=Recurrence, contravariant=True)
+MOST_WIDTH = 8  # of a convolution in the CPU's kernels, as in native/delta_rows.h and native/convolution.h
 
 
 @dataclass(frozen=True)
 class RecurrenceWeights:
     """The vectors of a layer with a state, fp32; None where its kind has none. taps, taps_bias: of the convolution
-    [width, channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head. norm:
-    of each head's output, or of all. skip: of Mamba-2, by head (D)."""
+    [width, channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head or
+    by channel of each head's key. norm: of each head's output, or of all. skip: of Mamba-2, by head (D)."""
 
     taps: Tensor
     decay: Tensor | None = None
@@ -26,6 +28,11 @@ class RecurrenceWeights:
     norm: NormWeights | None = None
     taps_bias: Tensor | None = None
     skip: Tensor | None = None
+
+    @property
+    def vectors(self) -> dict[str, Tensor]:
+        """The vectors that there are besides norms, by name, as `HeadStates.vectors` has their shapes."""
+        return {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -67,3 +74,19 @@ class RunRecurrence(Protocol[Kind]):
         *,
         settles: bool,
     ) -> Tensor: ...
+
+
+def assert_layout(
+    recurrence: Recurrence, weights: RecurrenceWeights, held: Held, rows: Tensor, count: int, *, settles: bool
+) -> None:
+    """Assert what the CPU's kernels rely on: shapes, dtypes and strides, and room for all rows that will be held."""
+    before, vectors = recurrence.width - 1, weights.vectors
+    assert recurrence.width <= MOST_WIDTH
+    assert rows.shape[1] == sum(recurrence.row_parts)
+    assert held.inputs.shape[1] == recurrence.kept
+    assert held.inputs.dtype == rows.dtype
+    assert held.inputs.stride(1) == rows.stride(1) == 1
+    assert before + max(count, 0 if settles else len(rows)) <= len(held.inputs)
+    assert held.state.shape == recurrence.state_shape
+    assert {name: each.shape for name, each in vectors.items()} == recurrence.vectors
+    assert all(each.dtype == torch.float32 and each.is_contiguous() for each in (held.state, *vectors.values()))

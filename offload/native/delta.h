@@ -1,10 +1,12 @@
 // The gated delta rule over new rows of one layer (kernels/delta.py; Yang et al. 2024, arXiv 2412.06464), and Mamba-2
-// (kernels/mamba.py; Dao and Gu 2024, arXiv 2405.21060), in which u = step * value, whatever the state holds.
+// (kernels/mamba.py; Dao and Gu 2024, arXiv 2405.21060), in which u = step * value, whatever the state holds. In Kimi
+// Delta Attention (arXiv 2510.26692) each row of a state has a decay of its own.
 //
 // An item of work is a value head. Of its state S [key_dim, value_dim] a token needs p = S^T key and r = S^T query. With
 // u = step * (value - decay * p) its output is decay * r + (key . query) * u, and S becomes decay * S + key u^T; while
-// it does, the next token's sums are made. Lanes are columns of S, sums over its rows run in their order, and a token
-// is computed alike wherever it stands: bits depend neither on which tokens run together nor on which of them were held.
+// it does, the next token's sums are made. Decays of rows multiply the key and the query of these sums instead. Lanes
+// are columns of S, sums over its rows run in their order, and a token is computed alike wherever it stands: bits depend
+// neither on which tokens run together nor on which of them were held.
 #pragma once
 #include "delta_rows.h"
 #include "threads.h"
@@ -20,7 +22,7 @@ inline int64_t block_size(const Delta& d) { return d.key_dim * WIDE * W; }
 
 // Floats of scratch that a thread needs.
 inline int64_t room(const Delta& d) {
-    const int64_t rows = TOKENS * int64_t(2 * in_vectors(d.key_dim) + in_vectors(d.value_dim));
+    const int64_t rows = TOKENS * int64_t((d.by_channel ? 4 : 2) * in_vectors(d.key_dim) + in_vectors(d.value_dim));
     return (rows + block_size(d) + d.key_dim * d.value_dim + 31) / 32 * 32;
 }
 
@@ -31,7 +33,9 @@ inline Room room_of(const Delta& d, int thread) {
     r.queries = d.scratch + thread * room(d);
     r.keys = r.queries + TOKENS * in_vectors(d.key_dim);
     r.values = r.keys + TOKENS * in_vectors(d.key_dim);
-    r.block = r.values + TOKENS * in_vectors(d.value_dim);
+    r.decays = r.values + TOKENS * in_vectors(d.value_dim);
+    r.decayed_keys = r.decays + (d.by_channel ? TOKENS * in_vectors(d.key_dim) : 0);
+    r.block = r.decayed_keys + (d.by_channel ? TOKENS * in_vectors(d.key_dim) : 0);
     r.state = r.block + block_size(d);
     return r;
 }
@@ -69,18 +73,19 @@ struct Made {
 
 // The state before `next`, and its sums over it. updates: the state is first brought past `token`, from one place to
 // another.
-template <int N, bool partial, bool updates, Sums sums>
+template <int N, bool partial, bool by_channel, bool updates, Sums sums>
 INLINE void pass(Columns from, Columns to, int64_t rows, int lanes, const Token& token, const Token& next, Made<N>& m) {
     f32 by_key[N] = {}, by_query[N] = {}, update[N];
 #pragma unroll
     for (int n = 0; n < N; n++) update[n] = m.update[n];
-    const float *key = token.key, *next_key = next.key, *next_query = next.query, decay = token.decay;
+    const float *key = token.key, *next_key = next.by_key, *next_query = next.by_query, *decays = token.decays;
+    const float decay = token.decay;
     for (int64_t i = 0; i < rows; i++) {
         f32 row[N];
         get<N, partial>(from.at + i * from.stride, lanes, row);
         if constexpr (updates) {
 #pragma unroll
-            for (int n = 0; n < N; n++) row[n] = fma(all(key[i]), update[n], decay * row[n]);
+            for (int n = 0; n < N; n++) row[n] = fma(all(key[i]), update[n], (by_channel ? decays[i] : decay) * row[n]);
             put<N, partial>(to.at + i * to.stride, lanes, row);
         }
 #pragma unroll
@@ -94,7 +99,7 @@ INLINE void pass(Columns from, Columns to, int64_t rows, int lanes, const Token&
 }
 
 // `some` tokens over N vectors of columns of a head's state, from `column` on.
-template <int N, bool partial>
+template <int N, bool partial, bool by_channel>
 void advance(const Delta& d, const Some& some, float* state, const Room& room, int64_t column, int lanes) {
     const Columns block{room.block, N * W};
     const int64_t end = some.first + some.count, rows = d.key_dim;
@@ -107,9 +112,12 @@ void advance(const Delta& d, const Some& some, float* state, const Room& room, i
     Made<N> m = {};
     auto sum_up = [&]<bool updates>(int64_t number, const Token& token, const Token& next) {
         const Columns from = place(number - updates), to = place(number);
-        auto by = [&]<Sums sums>() { pass<N, partial, updates, sums>(from, to, rows, lanes, token, next, m); };
-        if (number < d.count) d.is_mamba ? by.template operator()<NONE>() : by.template operator()<BY_KEY>();
-        else d.is_mamba ? by.template operator()<BY_QUERY>() : by.template operator()<ALL>();
+        auto by = [&]<Sums sums>() {
+            pass<N, partial, by_channel, updates, sums>(from, to, rows, lanes, token, next, m);
+        };
+        if constexpr (!by_channel)
+            if (d.is_mamba) return number < d.count ? by.template operator()<NONE>() : by.template operator()<BY_QUERY>();
+        number < d.count ? by.template operator()<BY_KEY>() : by.template operator()<ALL>();
     };
     sum_up.template operator()<false>(some.first, some.tokens[0], some.tokens[0]);
     for (int t = 0; t < some.count; t++) {
@@ -126,8 +134,22 @@ void advance(const Delta& d, const Some& some, float* state, const Room& room, i
         if (t + 1 < some.count)
             sum_up.template operator()<true>(number + 1, token, some.tokens[t + 1]);
         else if (end < d.tokens() || d.keeps(number))
-            pass<N, partial, true, NONE>(place(number), place(end), rows, lanes, token, token, m);
+            pass<N, partial, by_channel, true, NONE>(place(number), place(end), rows, lanes, token, token, m);
     }
+}
+
+// `some` tokens over all columns of a head's state.
+template <bool by_channel>
+void advance_all(const Delta& d, const Some& some, float* state, const Room& room) {
+    int64_t column = 0;
+    auto by = [&]<int N>() {
+        for (; column + N * W <= d.value_dim; column += N * W)
+            advance<N, false, by_channel>(d, some, state, room, column, W);
+    };
+    if (some.count <= FEW) by.template operator()<WIDE>();
+    by.template operator()<BLOCK>();
+    by.template operator()<1>();
+    if (column < d.value_dim) advance<1, true, by_channel>(d, some, state, room, column, int(d.value_dim - column));
 }
 
 // All tokens of one head.
@@ -137,14 +159,7 @@ void run_head(const Delta& d, int64_t head, const Room& room, Seen& seen) {
     for (int64_t first = 0; first < d.tokens(); first += TOKENS) {
         Some some{first, int(d.tokens() - first < TOKENS ? d.tokens() - first : TOKENS), d.is_mamba ? d.skip[head] : 0, {}};
         prepare<E>(d, head, room, seen, some);
-        int64_t column = 0;
-        auto by = [&]<int N>() {
-            for (; column + N * W <= d.value_dim; column += N * W) advance<N, false>(d, some, state, room, column, W);
-        };
-        if (some.count <= FEW) by.template operator()<WIDE>();
-        by.template operator()<BLOCK>();
-        by.template operator()<1>();
-        if (column < d.value_dim) advance<1, true>(d, some, state, room, column, int(d.value_dim - column));
+        d.by_channel ? advance_all<true>(d, some, state, room) : advance_all<false>(d, some, state, room);
         for (int t = 0; t < some.count; t++)
             if (first + t >= d.count) finish<E>(d, head, first + t - d.count, some.tokens[t].value);
     }

@@ -12,7 +12,7 @@ struct Delta {
     const void* rows;                  // [T] of the same, with gates after the values
     void* out;                         // [T, heads * value_dim]
     const float *taps, *taps_bias;     // [width, channels]; [channels], or null
-    const float *decay, *time_bias;    // [heads]
+    const float *decay, *time_bias;    // [heads]; [times()]
     const float* skip;                 // of Mamba-2: [heads]
     const void* norm;                  // [value_dim], of Mamba-2 [heads * value_dim] or null; fp32 if norm_fp32
     float* gated;                      // of Mamba-2 with a norm: [T, heads * value_dim], in between
@@ -21,15 +21,19 @@ struct Delta {
     int64_t count, new_rows, settles;
     int64_t key_heads, heads, key_dim, value_dim, width, norm_fp32;
     int64_t tiled;  // -1, or value head h is served by key head (h + tiled) % key_heads
-    int64_t is_mamba;  // an update is no correction: it does not depend on the state
-    double steps, epsilon, norm_epsilon;
+    int64_t is_mamba;    // an update is no correction: it does not depend on the state
+    int64_t by_channel;  // each channel of a head's key has a decay, as in Kimi Delta Attention; key_heads is heads
+    int64_t bounded;     // logs of decays are `least` times a sigmoid
+    int64_t gates_by_sigmoid;
+    double steps, least, epsilon, norm_epsilon;
 
     int64_t key_head(int64_t head) const {
         return tiled < 0 ? head / (heads / key_heads) : (head + tiled) % key_heads;
     }
     int64_t tokens() const { return count + new_rows; }
     int64_t channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
-    int64_t kept() const { return channels() + (is_mamba ? 1 : 2) * heads; }
+    int64_t times() const { return by_channel ? heads * key_dim : heads; }
+    int64_t kept() const { return channels() + (is_mamba ? 0 : heads) + times(); }
     bool keeps(int64_t token) const { return token < count || settles; }  // the state after it
 
     // The row of a token; those before the state's place have negative numbers.
@@ -51,14 +55,16 @@ constexpr int MOST_WIDTH = 8;  // of the convolution
 
 inline int in_vectors(int64_t count) { return padded<Fp32>(int(count)); }
 
-// A thread's memory: queries, keys and values of TOKENS tokens; see delta.h for the others.
+// A thread's memory: queries, keys and values of TOKENS tokens; by channel their decays and the keys times these; see
+// delta.h for the others.
 struct Room {
-    float *queries, *keys, *values, *block, *state;
+    float *queries, *keys, *values, *decays, *decayed_keys, *block, *state;
 };
 
-// What a head makes of a token. value: which its output replaces. both: key . query.
+// What a head makes of a token. value: which its output replaces. both: key . query. by_key, by_query: the factors of
+// rows in its sums over the state: key and query; by channel these times `decays`, and `decay` is 1.
 struct Token {
-    const float *key, *query;
+    const float *key, *by_key, *by_query, *decays;
     float* value;
     float decay, step, both;
 };
@@ -109,20 +115,48 @@ void convolve(const Delta& d, const Some& some, int64_t channel, int64_t dim, fl
     }
 }
 
-// The steps and decays of a head's tokens. Lanes are tokens.
+// A head's decays after some time, which is given before its softplus.
+INLINE f32 decays_after(const Delta& d, int64_t head, f32 time) {
+    const float rate = d.decay[head];
+    return exp(d.bounded ? float(d.least) / (1.0f + exp(rate * time)) : rate * softplus(time));
+}
+
+// The steps of a head's tokens, and their decays if these are not by channel. Lanes are tokens.
 template <class E>
 void weigh(const Delta& d, int64_t head, Some& some) {
     alignas(64) float steps[TOKENS] = {}, decays[TOKENS] = {};
     for (int t = 0; t < some.count; t++) {
         const auto own = d.row<E>(some.first + t) + d.channels() + d.unheld(some.first + t) + head;
-        steps[t] = E::widen_one(own[0]), decays[t] = E::widen_one(own[d.is_mamba ? 0 : d.heads]);
+        steps[t] = E::widen_one(own[0]), decays[t] = E::widen_one(own[d.is_mamba || d.by_channel ? 0 : d.heads]);
     }
     for (int t = 0; t < TOKENS; t += W) {
-        const f32 time = softplus(load<f32>(decays + t) + d.time_bias[head]);
-        store(steps + t, d.is_mamba ? time : sigmoid(load<f32>(steps + t)) * float(d.steps));
-        store(decays + t, exp(d.decay[head] * time));
+        const f32 time = load<f32>(decays + t) + d.time_bias[head];
+        store(steps + t, d.is_mamba ? softplus(time) : sigmoid(load<f32>(steps + t)) * float(d.steps));
+        store(decays + t, d.by_channel ? all(1.0f) : decays_after(d, head, time));
     }
     for (int t = 0; t < some.count; t++) some.tokens[t].step = steps[t], some.tokens[t].decay = decays[t];
+}
+
+// The decays of channels by a head's tokens, and its keys and queries times them. Lanes are channels.
+template <class E>
+void weigh_channels(const Delta& d, int64_t head, const Room& room, Some& some) {
+    const int64_t size = in_vectors(d.key_dim);
+    for (int64_t at = 0; at < d.key_dim; at += W) {
+        const int64_t channel = head * d.key_dim + at, left = d.key_dim - at;
+        const f32 bias = read_some<Fp32>(d.time_bias + channel, left);
+        for (int t = 0; t < some.count; t++) {
+            const int64_t token = some.first + t, own = t * size + at;
+            const f32 time = read_some<E>(d.row<E>(token) + d.channels() + d.unheld(token) + d.heads + channel, left);
+            const f32 decays = decays_after(d, head, time + bias);
+            store(room.decays + own, decays);
+            store(room.decayed_keys + own, decays * load<f32>(room.keys + own));
+            store(room.queries + own, decays * load<f32>(room.queries + own));
+        }
+    }
+    for (int t = 0; t < some.count; t++) {
+        some.tokens[t].decays = room.decays + t * size;
+        some.tokens[t].by_key = room.decayed_keys + t * size;
+    }
 }
 
 // What a head makes of `some` tokens.
@@ -151,9 +185,10 @@ void prepare(const Delta& d, int64_t head, const Room& room, Seen& seen, Some& s
     weigh<E>(d, head, some);
     for (int t = 0; t < some.count; t++) {
         Token& token = some.tokens[t];
-        token.query = room.queries + t * size, token.key = room.keys + t * size, token.both = seen.both[t];
-        token.value = room.values + t * in_vectors(d.value_dim);
+        token.key = token.by_key = room.keys + t * size, token.by_query = room.queries + t * size;
+        token.value = room.values + t * in_vectors(d.value_dim), token.both = seen.both[t];
     }
+    if (d.by_channel) weigh_channels<E>(d, head, room, some);
 }
 
 // The factors of a norm from number `at` on.
@@ -173,7 +208,7 @@ void finish(const Delta& d, int64_t head, int64_t t, const float* out) {
     const element* gate = d.row<E>(d.count + t) + d.channels() + first;
     const int64_t at = t * d.heads * dim + first;
     for (int64_t i = 0; i < dim; i += W) {
-        const f32 activated = silu(read_some<E>(gate + i, dim - i));
+        const f32 own = read_some<E>(gate + i, dim - i), activated = d.gates_by_sigmoid ? sigmoid(own) : silu(own);
         if (d.gated) write_some<Fp32>(d.gated + at + i, load<f32>(out + i) * activated, dim - i);
         else {
             const f32 normed = d.is_mamba ? load<f32>(out + i) : load<f32>(out + i) * scale * norm_weight<E>(d, i, dim - i);

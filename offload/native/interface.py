@@ -135,9 +135,8 @@ class Delta(ctypes.Structure):
         *_pointers("scratch"),
         *_integers("held_stride", "rows_stride", "count", "new_rows", "settles"),
         *_integers("key_heads", "heads", "key_dim", "value_dim", "width", "norm_fp32", "tiled", "is_mamba"),
-        ("steps", c_double),
-        ("epsilon", c_double),
-        ("norm_epsilon", c_double),
+        *_integers("by_channel", "bounded", "gates_by_sigmoid"),
+        *((name, c_double) for name in ("steps", "least", "epsilon", "norm_epsilon")),
     ]
 
 

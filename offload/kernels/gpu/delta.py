@@ -20,6 +20,7 @@ ROWS = 8  # that it moves at a time
 WARP = 1024  # numbers at most, of a part of a row that one warp norms
 MOST_ROWS = 128  # of a launch that settles: their outputs are fp32
 REGISTERS = 192  # at most, of a thread: ten programs on a multiprocessor; a compiler left alone may take 230
+REGISTERS_BY_CHANNEL = 224  # the same where a key's channels have decays: with fewer some would spill
 ALIGNMENT = 16  # numbers, at multiples of which rows begin in their memory, which itself is aligned
 States = DeltaRule | Mamba2
 
@@ -43,13 +44,20 @@ def is_aligned(states: HeadStates) -> bool:
 
 def state_constants(states: States) -> dict[str, object]:
     """The constants of `advance_states`."""
-    rule = states if isinstance(states, DeltaRule) else None
-    return _shape(states) | {
+    found = _shape(states) | {
         "KEY_SIZE": states.key_size, "KEY_DIM": states.key_dim, "KEY_PADDED": _padded(states.key_dim),
-        "TILED": -1 if rule is None or rule.tiled is None else rule.tiled % rule.num_key_heads, "COLUMNS": COLUMNS,
-        "STEPS": float(rule.steps if rule else 1.0), "EPS": rule.eps if rule else 0.0, "SCALE": states.key_dim**-0.5,
-        "BIASED": isinstance(states, Mamba2) and states.taps_bias,
+        "TILED": -1, "COLUMNS": COLUMNS, "STEPS": 1.0, "EPS": 0.0, "SCALE": states.key_dim**-0.5,
+        "BIASED": isinstance(states, Mamba2) and states.taps_bias, "BY_CHANNEL": False, "LEAST": None,
     }  # fmt: skip
+    if isinstance(states, DeltaRule):
+        found |= {"STEPS": float(states.steps), "EPS": states.eps, "BY_CHANNEL": states.by_channel}
+        found |= {"LEAST": states.least, "TILED": -1 if states.tiled is None else states.tiled % states.num_key_heads}
+    return found
+
+
+def most_registers(states: States) -> int:
+    """The registers of a thread of `advance_states` at most."""
+    return REGISTERS_BY_CHANNEL if isinstance(states, DeltaRule) and states.by_channel else REGISTERS
 
 
 def row_constants(states: States) -> dict[str, object]:
@@ -58,6 +66,7 @@ def row_constants(states: States) -> dict[str, object]:
     return _shape(states) | {
         "EPS": 0.0 if norm is None else norm.eps, "NORMED": norm is not None, "GROUPS": groups,
         "GROUP_PADDED": _padded(states.out_size // groups), "NUMBERS": NUMBERS, "ROWS": ROWS,
+        "SIGMOID": isinstance(states, DeltaRule) and states.gate == "sigmoid",
     }  # fmt: skip
 
 
@@ -74,8 +83,9 @@ def row_warps(states: States) -> int:
 
 def _shape(states: States) -> dict[str, object]:
     return {
-        "CHANNELS": states.channels, "HEADS": states.num_heads, "VALUE_DIM": states.value_dim, "WIDTH": states.width,
-        "WIDTH_PADDED": _padded(states.width), "MAMBA": int(isinstance(states, Mamba2)),
+        "CHANNELS": states.channels, "TIMES": states.rates[-1], "HEADS": states.num_heads,
+        "VALUE_DIM": states.value_dim, "WIDTH": states.width, "WIDTH_PADDED": _padded(states.width),
+        "MAMBA": int(isinstance(states, Mamba2)),
     }  # fmt: skip
 
 
@@ -101,7 +111,7 @@ def _run(
         (held.state, held.inputs, rows, *given, there, seen, *numbers),
         **state_constants(states),
         num_warps=1,
-        maxnreg=REGISTERS,
+        maxnreg=most_registers(states),
         enable_fp_fusion=False,
     )
     launch(

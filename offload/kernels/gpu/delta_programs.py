@@ -1,4 +1,5 @@
-"""The programs of the gated delta rule and of Mamba-2, in Triton. `offload.kernels.gpu.delta` launches them.
+"""The programs of the gated delta rule, with decays by head or by channel of a key, and of Mamba-2, in Triton.
+`offload.kernels.gpu.delta` launches them.
 
 Letters: T new rows, n replayed tokens, H value heads, W taps, M held inputs after the first W - 1. Inputs are told by
 their places: those W - 1 before the state, the replayed tokens' from W - 1 on, the new rows' from W - 1 + n on.
@@ -21,6 +22,12 @@ from offload.kernels.gpu.programs import mask_if
 @triton.jit
 def _silu(x):
     return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _gate(x, SIGMOID: tl.constexpr):
+    """An activated gate."""
+    return (1.0 if SIGMOID else x) / (1 + tl.exp(-x))
 
 
 @triton.jit
@@ -53,21 +60,20 @@ def _inputs(held, rows, row_stride, place, first_new, KEPT: tl.constexpr, OUT: t
 
 @triton.jit
 def _token(
-    held, rows, row_stride, token, first_new, head, at_key, at_value, in_key, in_value,
-    KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, OUT: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, MAMBA: tl.constexpr,
+    held, rows, row_stride, token, first_new, head, at_key, at_value, at_time, in_key, in_value, in_time,
+    KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, KEPT: tl.constexpr, OUT: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
 ):  # fmt: skip
     """The inputs of a head for a token, in the dtype in which they are stored: query, key and value [WIDTH_PADDED,
-    numbers] of W tokens, this token last; its step, of a delta rule, and its time."""
-    KEPT: tl.constexpr = CHANNELS + (2 - MAMBA) * HEADS
+    numbers] of W tokens, this token last; its step, of a delta rule, and its time or times."""
     each = _inputs(held, rows, row_stride, token + tl.arange(0, WIDTH_PADDED), first_new, KEPT, OUT)[:, None]
     query = tl.load(each + at_key, mask=in_key, other=0.0)
     key = tl.load(each + KEY_SIZE + at_key, mask=in_key, other=0.0)
     value = tl.load(each + at_value, mask=in_value, other=0.0)
     place = token + WIDTH - 1
-    own = _inputs(held, rows, row_stride, place, first_new, KEPT, OUT) + CHANNELS + head
+    own = _inputs(held, rows, row_stride, place, first_new, KEPT, OUT) + CHANNELS
     own += tl.where(place >= first_new, OUT, 0)  # new rows have their gates there
-    return query, key, value, tl.load(own), tl.load(own + (1 - MAMBA) * HEADS)
+    return query, key, value, tl.load(own + head), tl.load(own + at_time, mask=in_time, other=0.0)
 
 
 @triton.jit
@@ -83,7 +89,7 @@ def advance_states(
     taps,  # fp32 [W, CHANNELS]
     taps_bias,  # fp32 [CHANNELS], if BIASED
     decay,  # fp32 [H]
-    time_bias,  # fp32 [H]
+    time_bias,  # fp32 [TIMES]
     skip,  # fp32 [H], if MAMBA
     there,  # int64 [1]: n, where `count` is negative
     out,  # fp32 [T, H, VALUE_DIM]: neither normed nor gated
@@ -93,6 +99,7 @@ def advance_states(
     settles,  # 1: the state is stored after the last row, 0: after the last replayed token
     KEY_SIZE: tl.constexpr,  # numbers of all keys
     CHANNELS: tl.constexpr,  # of queries, keys and values
+    TIMES: tl.constexpr,  # H, or with BY_CHANNEL H * KEY_DIM
     HEADS: tl.constexpr,  # H
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -103,6 +110,8 @@ def advance_states(
     SCALE: tl.constexpr,  # of queries
     MAMBA: tl.constexpr,  # Mamba-2: keys and queries are not normed, and an update does not depend on the state
     BIASED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,  # each channel of a key has a time
+    LEAST: tl.constexpr,  # None, or logs of decays are LEAST times a sigmoid
     KEY_PADDED: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -132,15 +141,19 @@ def advance_states(
         key_bias = tl.load(taps_bias + KEY_SIZE + key_head * KEY_DIM + dim, mask=dim < KEY_DIM, other=0.0)
         at = 2 * KEY_SIZE + head * VALUE_DIM + column
         value_bias = tl.load(taps_bias + at, mask=column < VALUE_DIM, other=0.0)
-    rate, bias, passed = tl.load(decay + head), tl.load(time_bias + head), 0.0
+    NUM_STEPS: tl.constexpr = (1 - MAMBA) * HEADS  # of a row, before its times
+    at_time, in_time = head, True
+    if BY_CHANNEL:
+        at_time, in_time = head * KEY_DIM + dim, dim < KEY_DIM
+    rate, bias, passed = tl.load(decay + head), tl.load(time_bias + at_time, mask=in_time, other=0.0), 0.0
     if MAMBA:
         passed = tl.load(skip + head)
     own = (head * KEY_DIM + dim)[:, None] * VALUE_DIM + column[None, :]
     inside = (dim < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
     numbers = tl.load(state + own, mask=inside, other=0.0)
     token = _token(
-        held, rows, row_stride, 0, first_new, head, at_key, at_value, in_key, in_value,
-        KEY_SIZE, CHANNELS, HEADS, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED, MAMBA,
+        held, rows, row_stride, 0, first_new, head, at_key, at_value, NUM_STEPS + at_time, in_key, in_value, in_time,
+        KEY_SIZE, CHANNELS, CHANNELS + NUM_STEPS + TIMES, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED,
     )  # fmt: skip
     begun = 0
     for part in range(2 - settles):  # those before the state is stored, and those after it
@@ -149,14 +162,15 @@ def advance_states(
             query, key, value, step, time = token
             token = _token(
                 held, rows, row_stride, tl.minimum(number + 1, stop - 1), first_new, head,
-                at_key, at_value, in_key, in_value,
-                KEY_SIZE, CHANNELS, HEADS, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED, MAMBA,
+                at_key, at_value, NUM_STEPS + at_time, in_key, in_value, in_time,
+                KEY_SIZE, CHANNELS, CHANNELS + NUM_STEPS + TIMES, HEADS * VALUE_DIM, WIDTH, WIDTH_PADDED,
             )  # fmt: skip
             query, key = _convolved(query, query_taps, query_bias), _convolved(key, key_taps, key_bias)
-            value, waited = _convolved(value, value_taps, value_bias), _softplus(time.to(tl.float32) + bias)
-            numbers *= tl.exp(rate * waited)
+            value, time = _convolved(value, value_taps, value_bias), time.to(tl.float32) + bias
+            log = rate * _softplus(time) if LEAST is None else LEAST / (1 + tl.exp(rate * time))
+            numbers *= tl.exp(log)[:, None] if BY_CHANNEL else tl.exp(log)
             if MAMBA:
-                update = waited * value
+                update = _softplus(time) * value
             else:
                 query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * SCALE
                 key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
@@ -186,11 +200,13 @@ def finish_rows(
     num_rows,  # T
     settles,  # 1: of the last tokens W - 1 inputs are held, 0: of those before the rows, and all rows
     CHANNELS: tl.constexpr,  # of queries, keys and values
+    TIMES: tl.constexpr,  # as of `advance_states`
     HEADS: tl.constexpr,  # H
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,  # W
     EPS: tl.constexpr,
     MAMBA: tl.constexpr,
+    SIGMOID: tl.constexpr,  # the function of a delta rule's gates; else silu
     NORMED: tl.constexpr,
     GROUPS: tl.constexpr,  # parts of a row that are normed: heads, or several of them in one
     GROUP_PADDED: tl.constexpr,
@@ -212,10 +228,10 @@ def finish_rows(
         if NORMED:
             numbers *= tl.rsqrt(tl.sum(numbers * numbers, 0) / SIZE + EPS)
             factors = tl.load(norm + (at if MAMBA else column), mask=inside, other=0.0).to(tl.float32)
-            numbers *= factors if MAMBA else factors * _silu(gate)
+            numbers *= factors if MAMBA else factors * _gate(gate, SIGMOID)
         tl.store(out + row * (HEADS * VALUE_DIM) + at, numbers.to(out.dtype.element_ty), mask=inside)
         return
-    KEPT: tl.constexpr = CHANNELS + (2 - MAMBA) * HEADS
+    KEPT: tl.constexpr = CHANNELS + (1 - MAMBA) * HEADS + TIMES
     channel = (number - own) * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     source = channel + tl.where(channel < CHANNELS, 0, HEADS * VALUE_DIM)  # of a new row, which has gates
     if _are_aligned(KEPT, HEADS * VALUE_DIM):

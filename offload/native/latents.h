@@ -235,10 +235,13 @@ INLINE void fill_lanes(const typename E::element* values, int dim, int units, in
 template <class E>
 void fill_values(const typename E::element* values, int dim, int units, int from, int to, uint32_t* panel) {
     const int first = from + from % step<E>, last = units * E::per_unit >= 2 * W ? to - to % step<E> : first;
-    for (int j = 0; j < first; j += step<E>) fill_lanes<E, false>(values, dim, units, from, to, j, panel + j / step<E> * 2 * W);
-    for (int j = first; j < last; j += step<E>) fill_lanes<E, true>(values, dim, units, from, to, j, panel + j / step<E> * 2 * W);
-    for (int j = last < first ? first : last; j < to; j += step<E>)
-        fill_lanes<E, false>(values, dim, units, from, to, j, panel + j / step<E> * 2 * W);
+    const auto fill = [&]<bool whole>(int j, int end) {
+        for (; j < end; j += step<E>)
+            fill_lanes<E, whole>(values, dim, units, from, to, j, panel + j / step<E> * 2 * W);
+    };
+    fill.template operator()<false>(0, first);
+    fill.template operator()<true>(first, last);
+    fill.template operator()<false>(last < first ? first : last, to);
 }
 
 // out[r] of ROWS rows and `vectors` vectors, 1 or 2: the sum over `count` lanes of weight * value.

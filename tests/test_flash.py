@@ -12,6 +12,7 @@ import torch
 
 from kit.fake_flash import flash_attn_with_kvcache
 from kit.models import load, random_model, random_tokens, resident_rows, save
+from offload.config.mixers import Attention, Latent
 from offload.engine import engine
 from offload.engine.engine import prefill_problem
 from offload.errors import UsageError
@@ -137,14 +138,19 @@ def test_tritons_kernel_takes_its_place(gpu: torch.device, monkeypatch: pytest.M
     assert prefill_problem("cuda:0") == ""
 
     def chosen(head_dim: int, *, page: int = 512, windows: bool = False) -> str:
-        return type(choice.prefill_attention(gpu, head_dim, page=page, windows=windows)).__name__
+        attention = Attention(8, 8, head_dim)
+        return type(choice.prefill_attention(gpu, attention, page=page, windows=windows)).__name__
 
     assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["TritonTiles"] * 3 + ["NoneType"] * 2
     assert (chosen(128, page=32), chosen(128, page=64)) == ("NoneType", "TritonTiles")
-    assert choice.prefill_attention(torch.device("cpu"), 128, page=512, windows=False) is None
+    assert choice.prefill_attention(torch.device("cpu"), Attention(8, 8, 128), page=512, windows=False) is None
     monkeypatch.setattr(choice, "flash", lambda device: Flash("2.8.3", call=flash_attn_with_kvcache))
     assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["FlashTiles"] * 3 + ["NoneType", "FlashTiles"]
     assert (chosen(128, page=64), chosen(128, windows=True)) == ("TritonTiles", "TritonTiles")
+    for dim in (576, 96):  # flash-attn has no latents
+        attention = Attention(8, 1, dim, latent=Latent(dim - 64, 8, 64, 8))
+        found = choice.prefill_attention(gpu, attention, page=512, windows=False)
+        assert type(found).__name__ == "LatentTiles"
 
 
 def test_nothing_is_said_where_it_could_not_be_used(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from offload.kernels.gpu import (  # noqa: E402
     copies,
     delta_programs,
     kv_programs,
+    latent_programs,
     prefill_programs,
     programs,
     rotation_programs,
@@ -57,6 +58,7 @@ from offload.kernels.gpu.delta import (  # noqa: E402
     state_constants,
 )
 from offload.kernels.gpu.kernels import GPU_KERNELS, JOINED_KERNELS  # noqa: E402
+from offload.kernels.gpu.latents import LatentTiling  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402
@@ -72,6 +74,7 @@ INTERPRETED = [
     "delta",
     "convolution",
     "prefill",
+    "latent_prefill",
     "codes",
     "stored",
     "experts",
@@ -305,6 +308,28 @@ def test_attention_of_a_prefill_compiles_to_wide_loads_and_spills_nothing(
     assert found.shared_bytes <= SHARED_BYTES
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
     assert copies
+    assert {int(num_bytes, 0) for num_bytes in copies} == {16}
+    assert "mma.sync" in found.ptx or "wgmma" in found.ptx
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "half"), [("bf16", 288), ("fp16", 160)])
+def test_a_prefills_attention_to_latents_compiles_to_wide_loads_and_spills_next_to_nothing(
+    capability: int, dtype: str, half: int
+) -> None:
+    tiling = LatentTiling(half, 32)
+    shape = {"PAGE": 512, "HALF": half, "PLAIN": tiling.plain, "PLAIN_PADDED": tiling.padded, "SLICE": tiling.slice}
+    rest = {"TURNED_PADDED": tiling.padded_turned, "ROWS": tiling.rows, "STEP": tiling.step, "WIDEN": False}
+    pointers = dict.fromkeys(("queries", "latents", "mean"), f"*{dtype}")
+    pointers |= dict.fromkeys(("running", "tops", "totals"), "*fp32")
+    found = compiled(
+        latent_programs.attend_latents, capability, pointers, shape | rest, warps=tiling.warps, stages=tiling.stages
+    )
+    assert found.spilled_bytes <= 64
+    assert found.registers <= 255
+    assert found.shared_bytes <= SHARED_BYTES
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
     assert {int(num_bytes, 0) for num_bytes in copies} == {16}
     assert "mma.sync" in found.ptx or "wgmma" in found.ptx
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -19,7 +21,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from kit.families import TINY, random_tiny, save_tiny
 from kit.gguf_models import write_gguf
 from kit.models import Sizes, load, random_tokens, resident_rows, target_cache
-from kit.processor import best
+from kit.processor import best, built, on_this_machine, threads
 from kit.stored import made_up
 from offload.config.block import Block
 from offload.config.config_json import config_of
@@ -42,9 +44,17 @@ from offload.weights.linear import by_heads
 from test_parity import assert_same_logits, in_prefill
 
 HEADS, PAGE, PAGES, POSITION = 5, 32, 2, 40
+
+
+def kernels_of(name: str, **how: Any) -> RunAttention:
+    """Attention by the CPU's kernels of an instruction set."""
+    return built(name).attention(page=PAGE, **how)
+
+
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 3e-5}
 DTYPES = list(TOLERANCE)
-EXECUTORS = {"operators": OperatorAttention, "the CPU's kernels": lambda **how: best().attention(page=PAGE, **how)}
+OPERATORS = "operators"
+EXECUTORS = {OPERATORS: OperatorAttention, **{each: partial(kernels_of, each) for each in on_this_machine()}}
 SIZES = Sizes(capacity=230, rows=4, prefill_block=32, page=16, pages=4)
 # Of GLM-4.7-Flash, without what transformers has by default.
 FLASH: dict[str, object] = {
@@ -110,22 +120,83 @@ def test_the_halves_of_a_row_are_its_key_and_its_value(executor: str, dtype: tor
     assert_close(out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dim", [24, 288])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_rows_attention_to_halves_has_the_same_bits_beside_any_rows(executor: str) -> None:
-    dim, dtype, make = 24, torch.bfloat16, EXECUTORS[executor]
+def test_a_rows_attention_to_halves_has_the_same_bits_beside_any_rows(
+    executor: str, dtype: torch.dtype, dim: int
+) -> None:
+    """At even and odd places, on any number of threads. Behind a row that is alone there are no numbers."""
+    make, how = EXECUTORS[executor], scoring(dim, dtype)
     q, row = normal(8, HEADS, 2 * dim, seed=5, dtype=dtype), normal(8, 1, 2 * dim, seed=6, dtype=dtype)
-    runs, how = runs_of(dim, dtype), scoring(dim, dtype)
-    wanted = attended(make(dtype=dtype), runs, q, row, how)
-    for first, count in ((0, 1), (7, 1), (2, 3)):
+    wanted = attended(make(dtype=dtype), runs := runs_of(dim, dtype), q, row, how)
+    for first, count in ((0, 1), (7, 1), (2, 3), (1, 2)):
         some = slice(first, first + count)
-        assert torch.equal(attended(make(dtype=dtype), runs, q[some], row[some], how, first), wanted[some])
+        if executor != OPERATORS:
+            runs[0].pages.transpose(1, 2).flatten(2, 3)[:, :, POSITION + first + count :].fill_(torch.nan)
+        with threads(count):
+            assert torch.equal(attended(make(dtype=dtype), runs, q[some], row[some], how, first), wanted[some])
+        runs = runs_of(dim, dtype)
+        attended(make(dtype=dtype), runs, q, row, how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("executor", list(EXECUTORS)[1:])
+def test_tiles_of_halves_of_any_size_give_the_same_bits(executor: str, dtype: torch.dtype) -> None:
+    dim, make = 40, EXECUTORS[executor]
+    q, row = normal(3, HEADS, 2 * dim, seed=5, dtype=dtype), normal(3, 1, 2 * dim, seed=6, dtype=dtype)
+    [whole, _], how, found = runs_of(dim, dtype), scoring(dim, dtype), list[Tensor]()
+    parts = [Run(whole.pages[:, at : at + 1].clone(), PAGE, at * PAGE) for at in range(PAGES)]
+    for runs in ([whole], parts):
+        attention = make(dtype=dtype)
+        attention.begin(Rows(q, row, row, how, POSITION, POSITION), [run.tokens for run in runs])
+        for run in runs:
+            attention.append_rows(run)
+            attention.attend(run)
+        found.append(attention.merge()[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("executor", list(EXECUTORS)[1:])
+def test_attention_to_halves_is_nearer_to_fp64_than_torchs(executor: str, dtype: torch.dtype) -> None:
+    """With weights of all sizes, of many tokens and of few."""
+    dim, errors = 288, dict[str, float]()
+    pages, how = normal(2, 16, 1, PAGE, dim, seed=1, dtype=dtype), replace(scoring(dim, dtype), scale=0.05)
+    sizes = torch.linspace(0.02, 1.5, 20)[None, :, None]
+    q, row = (sizes * normal(4, 20, 2 * dim, seed=5)).to(dtype), normal(4, 1, 2 * dim, seed=6, dtype=dtype)
+    at, tokens = 16 * PAGE - 4, 16 * PAGE
+    for name in (OPERATORS, executor):
+        attention, run = EXECUTORS[name](dtype=dtype), Run(pages, tokens)
+        attention.begin(Rows(q, row, row, how, POSITION, at), [tokens])
+        attention.append_rows(run)
+        attention.attend(run)
+        held = torch.cat([*pages.transpose(1, 2).flatten(2, 3)[:, 0]], -1).double()
+        scores = 0.05 * torch.einsum("thd,nd->thn", how.rotated(q, row, POSITION)[0].double(), held)
+        hidden = torch.arange(tokens) > at + torch.arange(4)[:, None]
+        wanted = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ held
+        errors[name] = float((attention.part().out.double() - wanted).square().mean().sqrt())
+    assert errors[executor] <= (1 if dtype == torch.float32 else 0.2) * errors[OPERATORS]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("executor", list(EXECUTORS)[1:])
+def test_a_number_that_all_tokens_have_comes_out_as_it_is(executor: str, dtype: torch.dtype) -> None:
+    """Weights sum to 1 as they are multiplied, rounded or not: no part of a row's output is lost."""
+    dim, run = 24, runs_of(24, dtype)[0]
+    run.pages[1, ..., 20] = 1
+    q, row = normal(5, HEADS, 2 * dim, seed=5, dtype=dtype), normal(5, 1, 2 * dim, seed=6, dtype=dtype)
+    attention = EXECUTORS[executor](dtype=dtype)
+    attention.begin(Rows(q, row, row, scoring(dim, dtype), POSITION, POSITION), [run.tokens])
+    attention.attend(run)
+    assert_close(attention.part().out[..., dim + 20], torch.ones(5, HEADS), atol=5e-7, rtol=0)
 
 
 def test_masses_of_all_heads_are_of_one_row() -> None:
     dim, dtype = 24, torch.float32
     q, row = normal(3, HEADS, 2 * dim, seed=5), normal(3, 1, 2 * dim, seed=6)
     found = list[Tensor]()
-    for make in EXECUTORS.values():
+    for make in (EXECUTORS[OPERATORS], lambda **how: best().attention(page=PAGE, **how)):
         attention, runs = make(dtype=dtype, chunk=8), runs_of(dim, dtype)[:1]
         attention.begin(Rows(q, row, row, scoring(dim, dtype), POSITION, POSITION), [PAGES * PAGE], masses=True)
         attention.append_rows(runs[0])

@@ -76,10 +76,13 @@ def all_of_model(device: torch.device, config: ModelConfig) -> DeviceKernels:
     return next((each for each in (of_model(device, config), *found) if not each.usable), found[0])
 
 
-def prefill_attention(device: torch.device, head_dim: int, *, page: int, windows: bool) -> PrefillAttention | None:
+def prefill_attention(
+    device: torch.device, attention: Attention, *, page: int, windows: bool
+) -> PrefillAttention | None:
     """The attention of a prefill in 16 bits on `device` over pages of `page` tokens: flash-attn's, else Triton's. None:
-    torch's operators attend. windows: whether layers have a window; then flash-attn is not used."""
-    call = None if windows else flash(device).call
+    torch's operators attend. windows: whether layers have a window; then flash-attn is not used, nor for latents."""
+    call = None if windows or attention.latent is not None else flash(device).call
+    head_dim = attention.head_dim
     if call is not None and head_dim <= WIDEST_HEAD and head_dim % 8 == 0 and page % PAGE_STEP == 0:
         return FlashTiles(call)
-    return fitting(device, head_dim, ()).prefill(page)
+    return of_attention(device, attention, ()).prefill(page)

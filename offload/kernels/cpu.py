@@ -31,7 +31,7 @@ from offload.kernels import convolution_cpu, delta_cpu, experts_cpu
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.kernels.runs import RunAttention
-from offload.kernels.spans import SPAN, SpanAttention
+from offload.kernels.spans import JOINED_SPAN, SPAN, SpanAttention
 from offload.machine import KERNELS, cpu_features
 from offload.native.interface import Library, declare
 
@@ -83,7 +83,8 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
 
 
 def _attention(own: Library, *, dtype: torch.dtype, page: int | None = None, chunk: int | None = None) -> RunAttention:
-    return SpanAttention(own, dtype=dtype, span=SPAN if page is None else gcd(SPAN, page), chunk=chunk)
+    span, joined_span = (each if page is None else gcd(each, page) for each in (SPAN, JOINED_SPAN))
+    return SpanAttention(own, dtype=dtype, span=span, joined_span=joined_span, chunk=chunk)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

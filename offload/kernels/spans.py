@@ -20,17 +20,22 @@ from offload.native import interface
 from offload.native.interface import DTYPES, Library
 
 SPAN = 128  # tokens, where pages allow: what a thread takes at a time
+JOINED_SPAN = 256  # of rows that all heads share: as many heads' partial results, half as often
 _FLOATS = 2  # of a partial result, beside its sum of values: the largest score and the sum of weights
 
 
 class SpanAttention:
     """`RunAttention` by the CPU's kernels. Keeps its scratch."""
 
-    def __init__(self, kernels: Library, *, dtype: torch.dtype, span: int, chunk: int | None = None) -> None:
-        """span: tokens of the runs' spans; chunk: tokens of a chunk."""
+    def __init__(
+        self, kernels: Library, *, dtype: torch.dtype, span: int, joined_span: int | None = None,
+        chunk: int | None = None,
+    ) -> None:  # fmt: skip
+        """span: tokens of the runs' spans. joined_span: of those whose rows are both key and value; None: the same.
+        chunk: tokens of a chunk."""
         self._library, self._dtype, self.span = kernels.library, dtype, span
+        self._spans = span, joined_span or span
         self._code, self._chunk = DTYPES[dtype], chunk or 0
-        self._part = gcd(self._chunk, span)  # masses are summed by parts, then joined
         self._queries = self._partials = self._masses = self._scratch = torch.empty(0)
         self._attention, self._rotation = interface.Attention(), interface.Rotation()
         self._runs = (interface.Run * 1)()
@@ -42,6 +47,8 @@ class SpanAttention:
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
         a, r, scoring, rope = self._attention, self._rotation, rows.scoring, rows.scoring.rope
+        self.span = self._spans[scoring.joined]
+        self._part = gcd(self._chunk, self.span)  # masses are summed by parts, then joined
         stop, num_slots = rows.position + len(rows.q), sum(-(-tokens // self.span) for tokens in counts)
         sizes = (*rows.q.shape, rows.k.shape[1], num_slots, len(lasts) or 1, masses, scoring.joined)
         if sizes != self._sizes:
@@ -74,8 +81,7 @@ class SpanAttention:
         room = halves * library.widened_room(self._code, dim // halves)
         self._partials = _at_least(self._partials, num_slots * folded * (room + _FLOATS))
         self._masses = _at_least(self._masses, num_slots * folded * chunks)
-        self._per_thread = library.scratch_room(dim, folded // num_kv_heads, self.span)
-        self._per_thread += dim * self.span if joined else 0  # decoded rows of codes
+        self._per_thread = library.scratch_room(self._code, dim, folded // num_kv_heads, self.span, joined)
         a.queries, a.partials = self._queries.data_ptr(), self._partials.data_ptr()
         a.masses = self._masses.data_ptr() if chunks else None
         a.rows, a.group, a.kv_heads, a.head_dim = num_rows, num_heads // num_kv_heads, num_kv_heads, dim

@@ -8,6 +8,7 @@
 // Letters: T rows, G query heads for each of H KV heads, R = G * T folded rows (row t * G + g), D head dimension.
 #pragma once
 #include "kv_codes.h"
+#include "latents.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -242,21 +243,18 @@ inline Span span_of(const Run& run, int64_t number, int64_t head, int64_t dim) {
             run.first + at, rest < run.span ? rest : run.span, run.slot + number, run.query, run.windowed != 0};
 }
 
-// What is worked on: `folded` rows of queries [folded, halves * dim], `count` keys, and scores in rows of `stride`.
+// What is worked on: `folded` rows of queries [folded, dim], `count` keys, and scores in rows of `stride`.
 struct Part {
     const float* queries;
-    int folded, dim, halves, count, stride;
+    int folded, dim, count, stride;
 };
 
-// keys: of each half.
 template <class E>
-void score_all(const Part& p, const typename E::element* const* keys, float* scores, float* panel) {
-    const int dim = p.halves * p.dim;
+void score_all(const Part& p, const typename E::element* keys, float* scores, float* panel) {
     for (int at = 0; at < p.stride; at += KEYS) {
-        for (int half = 0; half < p.halves; half++)
-            fill_panel<E>(keys[half] + int64_t(at) * p.dim, p.count - at, p.dim, panel + half * p.dim * KEYS);
+        fill_panel<E>(keys + int64_t(at) * p.dim, p.count - at, p.dim, panel);
         by_rows(p.folded, [&]<int ROWS>(int r) {
-            score<ROWS>(p.queries + r * dim, panel, dim, scores + int64_t(r) * p.stride + at, p.stride);
+            score<ROWS>(p.queries + r * p.dim, panel, p.dim, scores + int64_t(r) * p.stride + at, p.stride);
         });
     }
 }
@@ -279,7 +277,29 @@ void mix_all(const Part& p, int from, const typename E::element* values, const f
     });
 }
 
-// All rows over one head of one span. scratch: panel [D, KEYS], then scores [R, count rounded up to KEYS].
+// Scores [R, stride] of tokens from `begin` of the span on to weights in place; -> largest scores and sums, in the
+// partial results, and masses [R, chunks], unless null.
+inline void soften_all(const Attention& a, const Span& s, int begin, int stride, float* scores, float* partials,
+                       int64_t size, float* masses) {
+    const float scale = a.in_powers_of_two();
+    for (int r = 0; r < a.rows * a.group; r++) {
+        Range own = seen_by(a, s, r / a.group, r / a.group);
+        if (own.to > own.from) own = {own.from - begin, own.to - begin};
+        float* row = scores + int64_t(r) * stride;
+        if (a.cap) cap_scores(row, stride, a.score_scale(), float(a.cap));
+        soften(row, stride, own, scale, partials + r * size, partials + r * size + 1);
+        if (!masses) continue;
+        float* mass = masses + r * a.chunks;
+        for (int c = 0; c < a.chunks; c++) {
+            float total = 0;
+            const int64_t from = c * a.chunk - begin, to = from + a.chunk;
+            for (int64_t i = from > 0 ? from : 0; i < (to < stride ? to : stride); i++) total += row[i];
+            mass[c] = total;
+        }
+    }
+}
+
+// All rows over one head of one span. scratch: `scratch_room`.
 template <class E>
 void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch) {
     using element = typename E::element;
@@ -288,31 +308,27 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     float* partials = a.partials + base * size;
     const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * a.head_dim;
     const Range some = seen_by(a, s, 0, a.rows - 1);
-    const int begin = some.from / KEYS * KEYS, stride = (some.to - begin + KEYS - 1) / KEYS * KEYS;
-    const Part part{queries, folded, dim, int(a.halves()), some.to - begin, stride};
+    const int begin = some.from / KEYS * KEYS, count = some.to - begin, stride = (count + KEYS - 1) / KEYS * KEYS;
     const element* const held[] = {static_cast<const element*>(s.keys) + int64_t(begin) * dim,
                                    static_cast<const element*>(s.values) + int64_t(begin) * dim};
-    float *panel = scratch, *scores = scratch + a.head_dim * KEYS;
-    score_all<E>(part, held, scores, panel);
-    const float scale = a.in_powers_of_two();
-    for (int r = 0; r < folded; r++) {
-        Range own = seen_by(a, s, r / a.group, r / a.group);
-        if (own.to > own.from) own = {own.from - begin, own.to - begin};
-        float* row = scores + int64_t(r) * stride;
-        if (a.cap) cap_scores(row, stride, a.score_scale(), float(a.cap));
-        soften(row, stride, own, scale, partials + r * size, partials + r * size + 1);
-        if (!a.masses) continue;
-        float* mass = a.masses + (base + r) * a.chunks;
-        for (int c = 0; c < a.chunks; c++) {
-            float total = 0;
-            const int64_t from = c * a.chunk - begin, to = from + a.chunk;
-            for (int64_t i = from > 0 ? from : 0; i < (to < stride ? to : stride); i++) total += row[i];
-            mass[c] = total;
+    float *scores = scratch, *rest = scratch + int64_t(folded) * stride;
+    float* masses = a.masses ? a.masses + base * a.chunks : nullptr;
+    if (a.joined) {
+        latents::score_all<E>(queries, folded, dim, held, count, scores, stride, rest);
+        soften_all(a, s, begin, stride, scores, partials, size, masses);
+        for (int r = 0; r < folded; r++) {
+            float* total = partials + r * size + 1;
+            *total = latents::fill_weights<E>(scores + int64_t(r) * stride, stride, *total);
         }
+        for (int half = 0; half < 2; half++)
+            latents::mix_all<E>(scores, folded, stride, held[half], dim, some.from - begin, count,
+                                partials + 2 + half * padded<E>(dim), size, rest);
+        return;
     }
-    for (int half = 0; half < part.halves; half++)
-        mix_all<E>(part, some.from - begin, held[a.joined ? half : 1], scores,
-                   partials + 2 + half * padded<E>(dim), size);
+    const Part part{queries, folded, dim, count, stride};
+    score_all<E>(part, held[0], scores, rest);
+    soften_all(a, s, begin, stride, scores, partials, size, masses);
+    mix_all<E>(part, some.from - begin, held[1], scores, partials + 2, size);
 }
 
 // All rows over one head of span `number` of a run of codes, whose rows are halves: decoded to the dtype, they are
@@ -366,13 +382,13 @@ void attend_codes(const Attention& a, const Run& run, int64_t number, int64_t he
     });
 }
 
-// One row of one KV head: the sink logits of its query heads, then its spans, first to last.
+// One row of query heads `begin` to `end` of one KV head: their sink logits, then their spans, first to last.
 template <class E>
-void merge_one(const Attention& a, int64_t t, int64_t head) {
+void merge_one(const Attention& a, int64_t t, int64_t head, int64_t begin, int64_t end) {
     const int dim = int(a.head_dim), room = a.room<E>(), held = int(a.held_dim());
     const int64_t folded = a.rows * a.group, size = 2 + room, step = a.kv_heads * folded * size;
     const int64_t columns = a.slots * a.chunks;
-    for (int64_t g = 0; g < a.group; g++) {
+    for (int64_t g = begin; g < end; g++) {
         const int64_t row = head * folded + t * a.group + g;
         const int64_t query_head = head * a.group + g, at = t * a.kv_heads * a.group + query_head;
         const float* partial = a.partials + row * size;
@@ -429,16 +445,27 @@ void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, 
     });
 }
 
-// All slots -> out and mass.
+// All slots -> out and mass. Masses of a KV head are sums over its query heads, which one thread then merges.
 template <class E>
 void merge(const Attention& a, int64_t how_many) {
-    threads::each(how_many, a.rows * a.kv_heads,
-                  [&](int64_t item) { merge_one<E>(a, item / a.kv_heads, item % a.kv_heads); });
+    const int64_t parts = a.mass && !a.sums ? 1 : a.group, heads = a.group / parts;
+    threads::each(how_many, a.rows * a.kv_heads * parts, [&](int64_t item) {
+        const int64_t begin = item % parts * heads, of_kv_heads = item / parts;
+        merge_one<E>(a, of_kv_heads / a.kv_heads, of_kv_heads % a.kv_heads, begin, begin + heads);
+    });
 }
 
-// Floats of scratch that a thread needs for spans of at most `count` tokens.
-inline int64_t scratch_room(int64_t dim, int64_t folded, int64_t count) {
-    return (dim * KEYS + folded * ((count + 2 * KEYS - 1) / KEYS * KEYS) + 31) / 32 * 32;
+// Floats of scratch that a thread needs for spans of at most `count` tokens, so that the next thread's is aligned.
+template <class E>
+inline int64_t scratch_room(int64_t dim, int64_t folded, int64_t count, bool joined) {
+    const int64_t stride = (count + 2 * KEYS - 1) / KEYS * KEYS;
+    int64_t rest = dim * KEYS;
+    if (joined) {
+        const int64_t scoring = latents::score_room<E>(int(folded), int(dim / 2));
+        const int64_t mixing = latents::mix_room<E>(int(count)), decoded = count * dim;
+        rest = (scoring > mixing ? scoring : mixing) + decoded;
+    }
+    return (folded * stride + rest + 31) / 32 * 32;
 }
 
 }  // namespace attention

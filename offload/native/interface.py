@@ -168,7 +168,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "widened_room": (c_int64, [c_int64, c_int64]),
     "append_rows": (None, [c_int64, POINTER(Rotation)]),
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_double]),
-    "scratch_room": (c_int64, [c_int64, c_int64, c_int64]),
+    "scratch_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),

@@ -123,8 +123,10 @@ KERNEL int64_t widened_room(Dtype dtype, int64_t inputs) {
     return room;
 }
 
-KERNEL int64_t scratch_room(int64_t dim, int64_t folded, int64_t count) {
-    return attention::scratch_room(dim, folded, count);
+KERNEL int64_t scratch_room(Dtype dtype, int64_t dim, int64_t folded, int64_t count, int64_t joined) {
+    int64_t room = 0;
+    with(dtype, [&]<class E>() { room = attention::scratch_room<E>(dim, folded, count, joined != 0); });
+    return room;
 }
 
 KERNEL void attend_runs(Dtype dtype, const Attention* a, const Run* runs, int64_t count, float* scratch, int64_t room,

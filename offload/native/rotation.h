@@ -83,6 +83,13 @@ void append_rows(const Rotation& r) {
         for (int64_t h = 0; r.queries && h < r.kv_heads * r.group; h++) {
             float* to = r.queries + (h / r.group * folded + t * r.group + h % r.group) * dim;
             auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
+            if (factor == 1 && !r.q_weight) {  // what is not rotated is widened alone
+                for (int half = 0; half < dim; half += dim / 2) {
+                    for (int d = half; d < half + width / 2; d++) to[d] = turned<E>(from, cos, sin, d, dim, width);
+                    for (int d = half + width / 2; d < half + dim / 2; d++) to[d] = E::widen_one(from[d]);
+                }
+                continue;
+            }
             for (int d = 0; d < dim; d++)
                 to[d] = rounded<E>(turned<E>(from, cos, sin, d, dim, width) * factor * weight_of<E>(r.q_weight, d));
         }

@@ -54,7 +54,8 @@ class Conditions:
             status = [path.stat() for path in checkpoint.files()]
         device = torch.device(request.device)
         on_cpu = device.type == "cpu"
-        kinds = [prefill_attention(device, dim, page=placement.page_tokens, windows=False) for dim in config.head_dims]
+        attentions = dict.fromkeys(block.attention for block in config.blocks if block.attends)
+        kinds = [prefill_attention(device, each, page=placement.page_tokens, windows=False) for each in attentions]
         rounding = {
             "bits": BITS,
             "triforce": importlib.metadata.version("triforce"),

@@ -230,7 +230,7 @@ def _prefill_attention(plan: Plan, config: ModelConfig, *, windows: bool = False
     attention = _attention(config, windows=windows)
     found = None
     if device.type != "cpu" and DTYPES[plan.request.dtype].itemsize == 2:
-        found = choice.prefill_attention(device, attention.head_dim, page=placement.page_tokens, windows=windows)
+        found = choice.prefill_attention(device, attention, page=placement.page_tokens, windows=windows)
     return found or OperatorTiles(attention.num_kv_heads, placement.fused_prefill)
 
 

@@ -15,6 +15,7 @@ from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
 from offload.kernels.gpu import activation, convolution, copies, delta, experts, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
+from offload.kernels.gpu.latents import LatentTiles
 from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.operators import OperatorAttention
@@ -33,12 +34,12 @@ def _joined_attention(*, dtype: torch.dtype, page: int | None = None, chunk: int
     return _attention(dtype=dtype, page=page, chunk=chunk)
 
 
-def _no_prefill(page: int) -> None:
-    return None
-
-
 def _prefill(page: int) -> PrefillAttention | None:
     return None if page % PAGE_STEP else TritonTiles()
+
+
+def _joined_prefill(page: int) -> PrefillAttention | None:
+    return None if page % PAGE_STEP else LatentTiles()
 
 
 def _multiply_stored(x: Tensor, stored: StoredMatrix, bias: Tensor | None) -> Tensor:
@@ -82,5 +83,5 @@ GPU_KERNELS = DeviceKernels(
     restore_tile=residuals_gpu.restore_tile,
     copies=COPIES,
 )
-# Of rows that are both key and value (`Scoring.joined`): torch's operators attend in a prefill, and the host fetches.
-JOINED_KERNELS = replace(GPU_KERNELS, attention=_joined_attention, prefill=_no_prefill, copies=None)
+# Of rows that are both key and value (`Scoring.joined`): the host fetches.
+JOINED_KERNELS = replace(GPU_KERNELS, attention=_joined_attention, prefill=_joined_prefill, copies=None)

@@ -72,7 +72,7 @@ MIXTURES = (
     *("laguna", "cohere2_moe"),
 )
 RECURRING = ("nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe", "lfm3")
-LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "mistral4")
+LATENT = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "mistral4", "kimi_linear", "bailing_hybrid")
 NAMES = sorted(TINY, key=lambda name: FIRST[TINY[name].family] != name)  # they come first
 
 

@@ -217,5 +217,5 @@ def _with_states(config: ModelConfig, header: Header, *, tiled: bool) -> ModelCo
 
     own, is_old = config.names.recurrence, any(name.endswith(JOINED_STATES) for name in header.tensors)
     parts = own.parts if is_old else (*RecurrenceNames().parts[:4], *own.parts[4:])
-    names = replace(config.names, recurrence=replace(own, parts=parts, is_log=False))
+    names = replace(config.names, recurrence=replace(own, parts=parts, decays="rates"))
     return replace(config.mapped(block), names=names)

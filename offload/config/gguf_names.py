@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from offload.config.names import LATENT_ROWS, LOW_QUERIES, TensorNames
+from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -107,10 +107,10 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_output": names.attention + names.out,
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
-        "attn_q_a": LOW_QUERIES,
+        "attn_q_a": names.low_queries,
         "attn_q_a_norm": names.q_norm,
         "attn_q_b": names.q_b,
-        "attn_kv_a_mqa": LATENT_ROWS,
+        "attn_kv_a_mqa": names.latent_rows,
         "attn_kv_a_norm": names.k_norm,
         "attn_kv_b": TensorNames.k_b,
         "attn_k_b": names.k_b,

@@ -16,7 +16,7 @@ from typing import Any
 from offload.config.assistant import Assistant
 from offload.config.block import FACTOR_BYTES, Block, Encodings
 from offload.config.layer_table import LayerTable
-from offload.config.matrices import BY_HEAD, Matrix, expert_bytes, expert_parameters, latent_shapes, layer_matrices
+from offload.config.matrices import BY_HEAD, Matrix, expert_bytes, expert_parameters, layer_matrices, mixer_shapes
 from offload.config.mixers import Attention, Recurrence
 from offload.config.names import TensorNames
 from offload.config.networks import Experts, FeedForward
@@ -320,7 +320,7 @@ class ModelConfig:
             (self.hidden_size, mixer.out_size, mixer.out_bias),
             ((1 + inner.gated) * inner.size, self.hidden_size, inner.bias),
             (self.hidden_size, inner.size, inner.bias),
-            *((outputs, inputs, False) for outputs, inputs in latent_shapes(mixer).values()),
+            *((outputs, inputs, False) for outputs, inputs in mixer_shapes(mixer).values()),
             *beside,
             *others,
         )
@@ -328,8 +328,13 @@ class ModelConfig:
     @cached_property
     def head_products(self) -> tuple[tuple[int, int, bool], ...]:
         """The distinct products of single heads of latent attention, as `layer_products` gives them."""
-        every = ((kind, latent_shapes(kind.block.mixer)) for kind, _ in self.kinds)
-        found = ((kind.num_heads, *shapes[name]) for kind, shapes in every for name in BY_HEAD if shapes)
+        every = ((kind.block.mixer, mixer_shapes(kind.block.mixer)) for kind, _ in self.kinds)
+        found = (
+            (mixer.num_heads, *shapes[name])
+            for mixer, shapes in every
+            for name in BY_HEAD
+            if isinstance(mixer, Attention) and shapes
+        )
         return tuple(dict.fromkeys((outputs // heads, inputs, False) for heads, outputs, inputs in found))
 
     @cached_property

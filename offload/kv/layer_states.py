@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.config.mixers import Recurrence
+from offload.kernels.delta import delta_rule
 from offload.kernels.device import DeviceKernels
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.transfer.memory import Memory, sent_to
@@ -37,6 +38,7 @@ class LayerStates:
         """rows: M, of the usual pass; a longer one gets more room."""
         self.recurrence, self.bases = recurrence, [0] * num_layers
         self._memory, self._run = memory, kernels.recurrences[type(recurrence)]
+        self._run = delta_rule if getattr(recurrence, "by_channel", False) else self._run  # until kernels know it
         self.states = self._allocate((num_layers, *recurrence.state_shape), torch.float32)
         self.inputs = self._allocate((num_layers, recurrence.width - 1 + rows, recurrence.kept), dtype)
         self._number, self._alike = next(_numbers), True

@@ -81,8 +81,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
     if "kv_lora_rank" in tiny.fields:
         grown |= {
             "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-            "q_lora_rank": tiny.fields["q_lora_rank"] and 64,
         }  # fmt: skip
+        grown |= {"q_lora_rank": 64} if isinstance(tiny.fields["q_lora_rank"], int) else {}
     if "mamba_d_ssm" in tiny.fields:
         grown["mamba_d_ssm"] = 256
     if "global_head_dim" in tiny.fields:

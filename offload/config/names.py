@@ -7,6 +7,8 @@ from typing import Literal
 
 from offload.config.block import Block
 
+Decays = Literal["logs", "rates", "negated"]
+
 
 @dataclass(frozen=True)
 class RecurrenceNames:
@@ -28,7 +30,7 @@ class RecurrenceNames:
     skip: str = ""
     order: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     grouped: tuple[str, ...] = ()
-    decays: Literal["logs", "rates", "negated"] = "logs"
+    decays: Decays = "logs"
     gates_b: str = ""
     times_b: str = ""
 

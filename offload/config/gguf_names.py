@@ -100,7 +100,7 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ssm_beta": names.recurrence.part(4),
         "ssm_alpha": names.recurrence.part(5),
         "ssm_conv1d": names.recurrence.taps[0],
-        **{f"ssm_conv1d_{letter}": name for letter, name in zip("qkv", names.recurrence.taps, strict=True)},
+        **{f"ssm_conv1d_{letter}": name for letter, name in zip("qkv", names.recurrence.taps, strict=False)},
         "ssm_g_a": names.recurrence.part(3),
         "ssm_g_b": names.recurrence.gates_b,
         "ssm_f_a": names.recurrence.part(5),

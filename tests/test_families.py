@@ -632,7 +632,8 @@ def _recurrence_names(key: str) -> Change:
 
     def changed(config: ModelConfig) -> ModelConfig:
         own = config.names.recurrence
-        if config.recurrence is None or (key != "decays" and not getattr(config.recurrence, "low_rank", 0)):
+        states = config.recurrence
+        if not isinstance(states, DeltaRule | Mamba2) or (key != "decays" and not getattr(states, "low_rank", 0)):
             return config
         parts = (*own.parts[:3], *own.parts[:2:-1])
         told: dict[str, Any] = {

@@ -166,6 +166,17 @@ MIXTURES: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.j
         "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1,
         "topk_group": 1, "max_position_embeddings": 202752,
     }, "Q4_K_M"),
+    "Kimi Linear 48B-A3B Q4_K_M": ({
+        "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256,
+        "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024, "moe_renormalize": True,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "max_position_embeddings": 1048576, "topk_group": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+            "kda_layers": [each for each in range(1, 27) if each % 4], "short_conv_kernel_size": 4,
+        },
+    }, "Q4_K_M"),
     "LFM2 24B-A2B Q4_K_M": ({
         "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 11776,
         "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 64,

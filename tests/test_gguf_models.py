@@ -52,13 +52,14 @@ UNSAID = (
     "qwen3_next, not renormalised",
     "ernie4_5_moe, some dense", "hunyuan_v1_moe, stretched", "exaone_moe, groups", "olmoe, renormalised",
     "qwen2_moe, some dense", "solar_open", "solar_open, groups", "lfm2, biased", "lfm2_moe, without biases",
-    "glm4_moe_lite, biased",
+    "glm4_moe_lite, biased", "kimi_linear, groups",
     "afmoe, named", "cohere2_moe, of a softmax",
 )  # fmt: skip
 SCALED: dict[str, dict[str, object]] = {
     name: {"query_pre_attn_scalar": 8} for name in ("gemma2", "gemma3")
 }  # as llama.cpp's, by the heads' size
 SCALED["deepseek_v2, groups"] = {"attention_bias": False, "rope_parameters": TEMPERED}
+SCALED["kimi_linear"] = {"linear_num_heads": 4}  # as many as an attention has, which a file says alone
 SCALED["laguna"] = {"moe_router_logit_softcapping": 0.0}  # which a file does not say
 SCALED["qwen2_5_vl"] = {"use_sliding_window": False}
 SCALED["qwen3_omni_moe"] = {"mlp_only_layers": []}

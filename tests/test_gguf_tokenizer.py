@@ -36,11 +36,12 @@ PIECES = {
     "deepseek-llm": ["It", "'", "S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "Ċ", "Ċ", "Ġ", "Ġy"],
     "afmoe": ["It", "'S", "Ġ", "12", "345", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "laguna": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".", "ĊĊ", "Ġ", "Ġy"],
+    "kimi-k2": ["It'S", "Ġ", "123", "45", "ĠAb", "9", "Ġx", ".ĊĊ", "Ġ", "Ġy"],
     "exaone-moe": ["It", "'S", "Ġ", *"12345", "ĠAb", "9", "Ġx", ".Ċ", "Ċ", "Ġ", "Ġy"],
 }
 ALIKE = [("refact", "smollm"), ("starcoder", "smollm"), ("command-r", "smollm"), ("exaone", "smollm"),
          ("olmo", "gpt-2"), ("a.x-4.0", "gpt-2"), ("deepseek-r1-qwen", "qwen2"),
-         ("smaug-bpe", "llama-bpe"), ("cohere2moe", "tiny_aya")]  # fmt: skip
+         ("smaug-bpe", "llama-bpe"), ("cohere2moe", "tiny_aya"), ("bailingmoe2", "qwen2")]  # fmt: skip
 UNKNOWN = ["falcon", "bloom", "viking", "superbpe", "an unheard-of one", "default", None]
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<\uff5cbegin\uff5c>", "<|end|>", "<tool>"]
@@ -94,6 +95,7 @@ def test_the_cuts_of_qwen_3_5_are_those_of_transformers() -> None:
         ("laguna", "f(x):\r\n\n  y\rz\n", ["f", "(x", "):", "\r\n\n", " ", " y", "\r", "z", "\n"]),
         ("exaone-moe", "한국 어는 두  말, ok.\n\n", ["한국 어는 두", " ", " 말", ",", " ok", ".\n", "\n"]),
         ("deepseek-llm", "Ab ბა中文 ǅ\u01bb，x\t\t", ["Ab", " ", "ბა中文", " ǅ", "\u01bb", "，", "x", "\t\t"]),
+        ("kimi-k2", "getUserName한국어A中文b", ["get", "User", "Name한국어", "A", "中文", "b"]),
         ("deepseek-llm", "12½ 3", ["1", "2", "½", " ", "3"]),
     ],
 )

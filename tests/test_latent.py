@@ -281,7 +281,9 @@ def test_scores_with_a_bias_are_sigmoids_whatever_an_old_file_says(tmp_path: Pat
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("drafts", [1, 3, 8, 64])
-@pytest.mark.parametrize("name", ["glm4_moe_lite", "mistral4", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["glm4_moe_lite", "mistral4", "deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"]
+)
 def test_after_rejected_drafts_logits_are_those_of_transformers(tmp_path: Path, name: str, drafts: int) -> None:
     """Rejections at every place in turn."""
     tokens, at = random_tokens(170), 66
@@ -309,7 +311,7 @@ def _small(folder: Path) -> None:
     save_file(tensors | small, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2, groups"])
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "deepseek_v2, groups", "kimi_linear, groups"])
 def test_norms_of_low_rank_rows_have_an_epsilon_of_their_own(tmp_path: Path, name: str) -> None:
     """1e-6, whatever the config has: transformers makes them so. llama.cpp, vLLM and SGLang take the config's."""
     _small(save_tiny(name, tmp_path))
@@ -328,7 +330,7 @@ def test_norms_of_low_rank_rows_have_an_epsilon_of_their_own(tmp_path: Path, nam
 
 
 def _with_norm(block: Block, norm: Norm) -> Block:
-    return replace(block, mixer=replace(block.attention, qk_norm=norm))
+    return replace(block, mixer=replace(block.attention, qk_norm=norm)) if block.attends else block
 
 
 @torch.inference_mode()

@@ -76,8 +76,8 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.form, self.weights = form_of(folder), load_file(folder / "model.safetensors")
-        self.config = json.loads((folder / "config.json").read_text())
+        self.form, self.config = form_of(folder), json.loads((folder / "config.json").read_text())
+        self.weights = {_as_glms(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.form.plus_one + self.weights[f"{name}.weight"]
@@ -121,11 +121,11 @@ class Reference:
         scores, correction = self.product(x, "mlp.gate"), f"{self.form.prefix}mlp.gate.e_score_correction_bias"
         if correction in self.weights:  # GLM's
             marks = scores.sigmoid()
-            chosen = (marks + self.weights[correction]).topk(self.config["num_experts_per_tok"])[1]
+            chosen = self.among_groups(marks + self.weights[correction]).topk(self.num_used)[1]
             factor, beside = self.config["routed_scaling_factor"], self.network(x, "mlp.shared_experts.")
         else:
             marks = scores.softmax(1)
-            chosen = marks.topk(self.config["num_experts_per_tok"])[1]
+            chosen = marks.topk(self.num_used)[1]
             factor = 1.0
             beside = self.network(x, "mlp.shared_expert.") * self.product(x, "mlp.shared_expert_gate").sigmoid()
         weights = marks.gather(1, chosen)
@@ -135,9 +135,27 @@ class Reference:
                 beside[row] += weight * self.network(x[row], f"mlp.experts.{expert}.")
         return beside
 
+    @property
+    def num_used(self) -> int:
+        return int(self.config.get("num_experts_per_tok") or self.config["num_experts_per_token"])
+
+    def among_groups(self, ranks: Tensor) -> Tensor:
+        """Ranks of experts, -inf in all but the best groups, by the sums of their two best."""
+        count = self.config.get("num_expert_group", 1)
+        if count == 1:
+            return ranks
+        groups = ranks.unflatten(1, (count, -1))
+        best = groups.topk(2, 2)[0].sum(2).topk(self.config["topk_group"])[1]
+        outside = torch.ones(len(ranks), count, 1).scatter(1, best[..., None], 0).bool()
+        return groups.masked_fill(outside, -torch.inf).flatten(1)
+
     def attention(self, x: Tensor) -> Tensor:
         if "kv_lora_rank" in self.config:
-            return self.product(attended(*self.latent(x)), "self_attn.o_proj")
+            out = attended(*self.latent(x))
+            if f"{self.form.prefix}self_attn.g_proj.weight" in self.weights:  # Ling's
+                gate = self.product(x, "self_attn.g_proj").sigmoid()
+                out = (out.unflatten(1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)
+            return self.product(out, "self_attn.o_proj")
         heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
         q = self.product(x, "self_attn.q_proj").unflatten(1, (heads, -1))
         q, gate = q[..., :dim], q[..., dim:]  # Qwen's
@@ -162,7 +180,11 @@ class Reference:
 
         rank, plain = self.config["kv_lora_rank"], self.config["qk_nope_head_dim"]
         row = self.product(x, "self_attn.kv_a_proj_with_mqa")
-        q, both = low(self.product(x, "self_attn.q_a_proj"), "q"), low(row[:, :rank], "kv")
+        both = low(row[:, :rank], "kv")
+        if self.config.get("q_lora_rank"):
+            q = low(self.product(x, "self_attn.q_a_proj"), "q")
+        else:
+            q = self.product(x, "self_attn.q_proj").unflatten(1, (both.shape[1], -1))
         shared = turned(row[:, None, rank:]).expand(-1, both.shape[1], -1)
         q, k = torch.cat([q[..., :plain], turned(q[..., plain:])], -1), torch.cat([both[..., :plain], shared], -1)
         return q, k, both[..., plain:]
@@ -175,6 +197,12 @@ class Reference:
         first, rest = x[..., :rotated], x[..., rotated:]
         half = torch.cat([-first[..., rotated // 2 :], first[..., : rotated // 2]], 2)
         return torch.cat([first * cos + half * sin, rest], 2)
+
+
+def _as_glms(name: str) -> str:
+    """The name that a GLM's checkpoint would have for a tensor of Ling 3."""
+    name = name.replace(".attention.", ".self_attn.").replace(".dense.", ".o_proj.")
+    return name.replace("gate.expert_bias", "gate.e_score_correction_bias")
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -298,7 +326,7 @@ def wide(scales: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path, name: str, is_left: bool) -> None:
     """Among those that are left as plain numbers or not. What joins a row is always plain."""
-    wide_experts = () if name == "qwen3_5" else ("moe",) if name.startswith("glm4") else ("moe", "shared_expert")
+    wide_experts = () if name == "qwen3_5" else ("moe", "shared_expert") if name.startswith("qwen3") else ("moe",)
     sizes = {f"{part}_intermediate_size": 128 for part in wide_experts}
     folder = with_head(save_tiny(name, tmp_path / "plain", tokenizer=True, **shapes_of(name), **sizes))
     config = read_config(folder)

@@ -125,6 +125,7 @@ UNLIKE: dict[str, tuple[str, ...]] = {
     "afmoe": (*DIGITS, *"\ud55c\u0e01\u200d"),  # digits after spaces and formats, scripts side by side
     "cohere2moe": (*UNCASED, *DIGITS, *"ZS"),  # digits after spaces and before letters, cases
     "deepseek-llm": (*DIGITS, NUMBER),  # digits are one each
+    "kimi-k2": (*"ZS\u0301\u093f\u094d",),  # capitals after small letters, and marks
     "laguna": ("\r",),  # lines that end in two characters
     "minimax-m2": (*UNCASED,),
     "tekken": (*UNCASED,),
@@ -145,6 +146,12 @@ LATENT: dict[str, dict[str, object]] = {
         },
     },
 }  # fmt: skip
+WITHOUT_RANK = {key: value for key, value in LOW.items() if key != "q_lora_rank"}
+BY_CHANNEL: dict[str, dict[str, object]] = {
+    "kimi_linear": {**WITHOUT_RANK, "linear_head_dim": 32, "linear_num_heads": 4},
+    "bailing_hybrid": {**WITHOUT_RANK, "head_dim": 32},
+    "bailing_hybrid, bounded otherwise": {**WITHOUT_RANK, "head_dim": 64},
+}
 GRANITE: dict[str, object] = {key: value for key, value in WIDE.items() if key != "head_dim"}
 MAMBA: dict[str, dict[str, object]] = {
     "nemotron_h": {
@@ -457,6 +464,15 @@ class TestWheel:
         if not (environment := os.environ.get(REAL)):
             pytest.skip(f"{REAL} names no environment that has xllamacpp")
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **LATENT[name]), length)
+
+    @pytest.mark.parametrize("name", BY_CHANNEL)
+    @pytest.mark.parametrize("length", [1, 3, 150])
+    def test_llama_cpp_writes_what_we_write_of_states_that_decay_by_channel(self, tmp_path, length, name):
+        """In layers between some of latent attention."""
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        folder = save_tiny(name, tmp_path / "model", tokenizer=True, **BY_CHANNEL[name])
+        assert_same_text(environment, folder, length)
 
     @pytest.mark.parametrize("name", MAMBA)
     @pytest.mark.parametrize("length", [3, 150])

@@ -20,8 +20,8 @@ class Encodings:
     """The encodings of a layer's matrices in a quantised checkpoint, by name (formats/encodings.py); "" for plain
     numbers. qkv: one per part of the mixer; gate_up: of both, or of up alone. experts: of their gates, if they have
     any, ups and downs; all experts of a layer have the same. around_experts: of the matrices before and behind experts
-    that read latents. inputs: of the gate of the layer's input and of the matrix behind it. latent: of the matrices of
-    latent attention beside qkv and o, ordered as in `matrices.latent_shapes`. beside: of the recurrence beside
+    that read latents. inputs: of the gate of the layer's input and of the matrix behind it. of_mixer: of the matrices
+    of the mixer beside qkv and o, ordered as in `matrices.mixer_shapes`. beside: of the recurrence beside
     attention, the parts of its projection and its output. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
@@ -31,13 +31,13 @@ class Encodings:
     experts: tuple[str, ...] = ()
     around_experts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
-    latent: tuple[str, ...] = ()
+    of_mixer: tuple[str, ...] = field(default=(), metadata={"digested_as": "latent"})
     beside: tuple[str, ...] = ()
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
-        mixer, network = (*self.qkv, self.o, *self.latent, *self.beside), (*self.gate_up, self.down, *self.experts)
+        mixer, network = (*self.qkv, self.o, *self.of_mixer, *self.beside), (*self.gate_up, self.down, *self.experts)
         return (*mixer, *network, *self.around_experts, *self.inputs)
 
 

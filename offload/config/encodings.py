@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.config.block import Block, Encodings
-from offload.config.matrices import BESIDE, Matrix, expert_matrices, latent_shapes, layer_parts
+from offload.config.matrices import BESIDE, LOW_RANK, Matrix, expert_matrices, layer_parts, mixer_shapes
 from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
-from offload.config.names import LATENT_ROWS, LOW_QUERIES, QUERIES, TensorNames
+from offload.config.names import TensorNames
 from offload.config.next_token import head_of
 from offload.errors import ModelError
 
@@ -59,7 +59,7 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
             for name, part in zip(own_names, parts.get(operator, ()), strict=True):
                 if part.outputs and part.inputs:
                     _add(found, layer + name, part)
-        for name, part in _stored_latent(block, config.names):
+        for name, part in _stored_of_mixer(block, config.names):
             _add(found, layer + name, part)
         for own, part in zip(names.experts, expert_matrices(block, config.hidden_size).values(), strict=True):
             for name, count in Counter(own).items():  # one for all experts, or one each
@@ -67,14 +67,19 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
     return found
 
 
-def _stored_latent(block: Block, names: TensorNames) -> Iterator[tuple[str, Matrix]]:
-    """The names and shapes of the further matrices of latent attention, as the checkpoint has them."""
-    for operator, (outputs, inputs) in latent_shapes(block.mixer).items():
+def _stored_of_mixer(block: Block, names: TensorNames) -> Iterator[tuple[str, Matrix]]:
+    """The names and shapes of a mixer's matrices beside qkv and o, as the checkpoint has them."""
+    for operator, (outputs, inputs) in mixer_shapes(block.mixer).items():
         if _is_transposed(operator, names):
             assert block.attention.latent is not None
             rank = block.attention.latent.rank
             outputs, inputs = outputs // rank * inputs, rank
-        yield f"{getattr(names, operator)}.weight", Matrix(outputs, inputs)
+        yield _of_mixer(operator, names), Matrix(outputs, inputs)
+
+
+def _of_mixer(operator: str, names: TensorNames) -> str:
+    """The name of one of these."""
+    return f"{getattr(names.recurrence if operator in LOW_RANK else names, operator)}.weight"
 
 
 def _is_transposed(operator: str, names: TensorNames) -> bool:
@@ -129,7 +134,8 @@ def _of_experts(name: str, block: Block) -> tuple[str, ...]:
 def _attention(attention: Attention, names: TensorNames) -> list[str]:
     """The names of the matrices of an attention's projections."""
     if attention.latent is not None:
-        return [LOW_QUERIES if attention.latent.query_rank else QUERIES, LATENT_ROWS]
+        queries = names.low_queries if attention.latent.query_rank else names.queries
+        return [queries, names.latent_rows, *[names.gate] * attention.gate]
     letters = "q" if attention.shares else "qk" if attention.values_are_keys else "qkv"
     gate = [names.gate] * attention.gate
     return [names.fused_qkv or f"{names.attention}{letter}_proj" for letter in letters] + gate
@@ -150,10 +156,7 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
         tuple(_alike(encoding_of, [layer + name for name in own]) for own in stored.experts),
         tuple(map(of, stored.around_experts)),
         tuple(map(of, stored.inputs)),
-        tuple(
-            "" if _is_transposed(name, names) else of(f"{getattr(names, name)}.weight")
-            for name in latent_shapes(block.mixer)
-        ),
+        tuple("" if _is_transposed(name, names) else of(_of_mixer(name, names)) for name in mixer_shapes(block.mixer)),
         tuple(map(of, stored.beside)),
     )
     return found if any(found.every) else Encodings()

@@ -38,7 +38,7 @@ def gguf_config(header: Header) -> ModelConfig:
     """The config of the model in a GGUF file. Raises ModelError."""
     architecture, values = architecture_of(header), Metadata(header)
     config = config_of(_fields(header, architecture), name=str(header.path))
-    if not (values.head_has("eh_proj") and values.head_has("shared_head_norm")):  # many files lack what they count
+    if not values.has_head():  # many files lack what they count
         config = replace(config, next_token=None)
     config = replace(_apart(_stacked(with_factors(values, config), header), header), suppressed=values.suppressed())
     if architecture.neighbours or (architecture.halves_sections and values.has_sections()):
@@ -46,10 +46,10 @@ def gguf_config(header: Header) -> ModelConfig:
     if architecture.has_one:
         config = _with_one(config)
     if isinstance(config.recurrence, HeadStates):
-        config = _with_states(config, header, tiled=architecture.tiled)
-    if values.has("attn_k_b.weight"):  # old files have both in one tensor, as folders do
-        names = replace(config.names, k_b="self_attn.k_b_proj", v_b="self_attn.v_b_proj")
-        config = replace(config, names=names)
+        config = _with_states(config, header, architecture)
+    if values.has("attn_k_b.weight", config.attending[0]):  # old files have both in one tensor, as folders do
+        own = config.names.attention
+        config = replace(config, names=replace(config.names, k_b=f"{own}k_b_proj", v_b=f"{own}v_b_proj"))
     kinds = kinds_of(header, config)
     return encoded(config, lambda name: kind if (kind := kinds.get(name, "")) in ENCODINGS else "")
 
@@ -204,18 +204,22 @@ def _with_one(config: ModelConfig) -> ModelConfig:
     return replace(config.mapped(block), norm=changed(config.norm) or config.norm)
 
 
-def _with_states(config: ModelConfig, header: Header, *, tiled: bool) -> ModelConfig:
-    """`config` for decays that are stored as they are. tiled: the converter put value heads in the order of their key
-    heads, over and over. Files have queries, keys and values of all key heads in one tensor and the gates in another;
-    older ones of Qwen3-Next have all four in one, as folders do."""
+def _with_states(config: ModelConfig, header: Header, architecture: Architecture) -> ModelConfig:
+    """`config` for decays and value heads as the converter stored them. Files have queries, keys and values of all key
+    heads in one tensor and the gates in another; older ones of Qwen3-Next have all four in one, as folders do. Where
+    each channel decays by itself each has a tensor of its own, and outputs have the name of an attention's."""
+    own = replace(config.names.recurrence, decays=architecture.decays)
+    if isinstance(config.recurrence, DeltaRule) and config.recurrence.by_channel:
+        own = replace(own, out=config.names.attention + config.names.out)
+        return replace(config, names=replace(config.names, recurrence=own))
 
     def block(found: Block) -> Block:
         delta = found.mixer
-        if not isinstance(delta, DeltaRule) or not tiled or delta.num_heads == delta.num_key_heads:
+        if not isinstance(delta, DeltaRule) or not architecture.tiled or delta.num_heads == delta.num_key_heads:
             return found
         return replace(found, mixer=replace(delta, tiled=0))
 
-    own, is_old = config.names.recurrence, any(name.endswith(JOINED_STATES) for name in header.tensors)
+    is_old = any(name.endswith(JOINED_STATES) for name in header.tensors)
     parts = own.parts if is_old else (*RecurrenceNames().parts[:4], *own.parts[4:])
-    names = replace(config.names, recurrence=replace(own, parts=parts, is_log=False))
+    names = replace(config.names, recurrence=replace(own, parts=parts))
     return replace(config.mapped(block), names=names)

@@ -38,10 +38,20 @@ from offload.config.gguf_experts import (
 )
 from offload.config.gguf_fields import Metadata
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
-from offload.config.gguf_latent import DEEPSEEK2, MISTRAL4, deepseek2, mistral4
+from offload.config.gguf_latent import (
+    BAILINGMOE3,
+    DEEPSEEK2,
+    KIMI_LINEAR,
+    MISTRAL4,
+    bailingmoe3,
+    deepseek2,
+    kimi_linear,
+    mistral4,
+)
 from offload.config.gguf_layers import SECTIONS, WINDOW, WINDOWS, Fields, attention_bias, layer_types, number
 from offload.config.gguf_mamba import FALCON_H1, GRANITE_HYBRID, NEMOTRON_H, falcon_h1, granitehybrid, nemotron_h
 from offload.config.gguf_states import CONVOLUTIONS, STATES, lfm2, qwen35
+from offload.config.names import Decays
 
 Own = Callable[[Metadata, Mapping[str, object]], Fields]
 _RMS, _LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -55,8 +65,8 @@ class Architecture:
     metadata and the common ones. norm_key, norm_field: of the norms' epsilon, in the metadata and in a config.json; ""
     if `own` reads it. neighbours: the converter put rows of q and k that are rotated together beside each other.
     has_one: it added 1 to the weights of norms. halves_sections: where positions have sections, it put rows that are
-    rotated together into halves. tiled: it put value heads with a state in the order of their key heads. reads: keys
-    that change the arithmetic and that are read."""
+    rotated together into halves. tiled: it put value heads with a state in the order of their key heads, over and over.
+    decays: how it stored decays, see `RecurrenceNames`. reads: keys that change the arithmetic and that are read."""
 
     family: str
     own: Own
@@ -66,6 +76,7 @@ class Architecture:
     has_one: bool = False
     halves_sections: bool = False
     tiled: bool = False
+    decays: Decays = "rates"
     reads: Set[str] = frozenset()
 
 
@@ -221,6 +232,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE | SECTIONS),
     "deepseek2": Architecture("deepseek_v3", deepseek2, reads=DEEPSEEK2),
     "mistral4": Architecture("mistral4", mistral4, reads=MISTRAL4),
+    "kimi-linear": Architecture("kimi_linear", kimi_linear, reads=KIMI_LINEAR),
+    "bailingmoe3": Architecture("bailing_hybrid", bailingmoe3, decays="negated", reads=BAILINGMOE3),
     "minimax-m2": Architecture("minimax_m2", minimax_m2, reads=MINIMAX_M2),
     "ernie4_5-moe": Architecture("ernie4_5_moe", ernie4_5_moe, reads=ERNIE_MOE),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", hunyuan_moe, reads=HUNYUAN_MOE),

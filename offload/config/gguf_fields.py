@@ -108,6 +108,12 @@ class Metadata(Fields):
         """Whether the next-token head has this part, which no other layer has."""
         return self.has(f"nextn.{part}.weight", self.head_layers().start)
 
+    def has_head(self) -> bool:
+        """Whether the next-token head has the parts that no other layer has; the last norm has one of two names."""
+        first = self.head_layers().start
+        is_normed = self.head_has("shared_head_norm") or self.has("layer_output_norm.weight", first)
+        return self.head_has("eh_proj") and is_normed
+
     def factors(self, tensor: str, most: float = 1e6) -> list[float] | None:
         """The numbers of a short fp32 vector, over 0 and below `most`; None if there is no such tensor."""
         info = self.header.tensors.get(tensor)

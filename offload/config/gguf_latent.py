@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.config.gguf_experts import GLM4MOE, SIGMOID, grouped, scoring, shared_experts
+from offload.config.families.states import STATEFUL
+from offload.config.families.windows import FULL
+from offload.config.gguf_experts import GLM4MOE, SHARED_SIZE, SIGMOID, grouped, scoring, shared_experts, sigmoids
 from offload.config.gguf_fields import Metadata
-from offload.config.gguf_layers import LATENT_RANK, Fields
+from offload.config.gguf_layers import KV_HEADS, LATENT_RANK, Fields
 from offload.config.gguf_rope import rope_settings
+from offload.fields import number
 
 _QUERY_RANK, _BY_HEAD = "attention.q_lora_rank", "_mla"  # of lengths: of a head of the model
 _KEY, _VALUE, _ORIGINAL = "attention.key_length", "attention.value_length", "original_max_position_embeddings"
@@ -15,6 +18,8 @@ _GROWTH, _GROWTH_LENGTH = "attention.temperature_scale", "attention.temperature_
 _GROWN = 0.1  # of Mistral Small 4; files of the converter do not say it
 DEEPSEEK2 = GLM4MOE | {LATENT_RANK, _QUERY_RANK, _KEY + _BY_HEAD, _VALUE + _BY_HEAD}
 MISTRAL4 = DEEPSEEK2 | {_GROWTH, _GROWTH_LENGTH}
+KIMI_LINEAR = DEEPSEEK2 | {KV_HEADS, "ssm.conv_kernel"}
+BAILINGMOE3 = KIMI_LINEAR | {SHARED_SIZE}
 
 
 def deepseek2(values: Metadata, common: Mapping[str, object]) -> Fields:
@@ -37,6 +42,43 @@ def mistral4(values: Metadata, common: Mapping[str, object]) -> Fields:
         values.refuse(_GROWTH_LENGTH, "absent, or rope.scaling.original_context_length")
     grown = {"llama_4_scaling_beta": values.number(_GROWTH, _GROWN), "partial_rotary_factor": None}
     return own | {"rope_parameters": {**rope, **grown}}
+
+
+def kimi_linear(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Kimi Linear. The weights of experts add up to 1: llama.cpp hardcodes that, and the file does not say
+    it."""
+    return _with_states(values, common) | {"norm_topk_prob": True}
+
+
+def bailingmoe3(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of Ling 3."""
+    size = values.integer("expert_feed_forward_length") * values.integer("expert_shared_count")
+    if values.integer(SHARED_SIZE, default=size) != size:
+        values.refuse(SHARED_SIZE, f"absent, or {size}, expert_feed_forward_length times expert_shared_count")
+    return _with_states(values, common) | {
+        "kda_safe_gate": values.flag("kda.safe_gate", True),
+        "kda_lower_bound": values.get("kda.gate_lower_bound", number(-1e3, 0.0), None),
+        "num_nextn_predict_layers": len(values.head_layers()),
+    }
+
+
+def _with_states(values: Metadata, common: Mapping[str, object]) -> Fields:
+    """Fields of a model some of whose layers have states in which each channel decays by itself: those without KV
+    heads, of as many heads as an attention."""
+    count = values.head_layers().start
+    kv_heads = values.values(KV_HEADS)[:count]
+    if len(kv_heads) != count or {*kv_heads} != {0, 1}:
+        values.refuse(KV_HEADS, f"a list of {count}, 1 in each layer that attends and 0 in the others")
+    return {
+        **_latent(values),
+        **sigmoids(values),
+        "n_shared_experts": values.integer("expert_shared_count"),
+        "layer_types": [FULL if each else STATEFUL for each in kv_heads],
+        "num_key_value_heads": 1,
+        "linear_head_dim": values.integer("kda.head_dim"),
+        "linear_num_heads": common["num_attention_heads"],
+        "linear_conv_kernel_dim": values.integer("ssm.conv_kernel"),
+    }
 
 
 def _latent(values: Metadata) -> Fields:

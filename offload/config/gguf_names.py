@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from offload.config.names import LATENT_ROWS, LOW_QUERIES, TensorNames
+from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -60,6 +60,7 @@ def _of_head(names: TensorNames) -> dict[str, str]:
         "nextn.enorm": own.embedding_norm,
         "nextn.hnorm": own.hidden_norm,
         "nextn.shared_head_norm": own.norm,
+        "layer_output_norm": own.norm,  # so of Ling
     }
 
 
@@ -99,6 +100,11 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ssm_beta": names.recurrence.part(4),
         "ssm_alpha": names.recurrence.part(5),
         "ssm_conv1d": names.recurrence.taps[0],
+        **{f"ssm_conv1d_{letter}": name for letter, name in zip("qkv", names.recurrence.taps, strict=False)},
+        "ssm_g_a": names.recurrence.part(3),
+        "ssm_g_b": names.recurrence.gates_b,
+        "ssm_f_a": names.recurrence.part(5),
+        "ssm_f_b": names.recurrence.times_b,
         "ssm_norm": names.recurrence.norm,
         "ssm_out": names.recurrence.out,
         "shortconv.in_proj": names.recurrence.part(0),
@@ -107,12 +113,12 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "attn_output": names.attention + names.out,
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
-        "attn_q_a": LOW_QUERIES,
+        "attn_q_a": names.low_queries,
         "attn_q_a_norm": names.q_norm,
         "attn_q_b": names.q_b,
-        "attn_kv_a_mqa": LATENT_ROWS,
+        "attn_kv_a_mqa": names.latent_rows,
         "attn_kv_a_norm": names.k_norm,
-        "attn_kv_b": TensorNames.k_b,
+        "attn_kv_b": f"{names.attention}kv_b_proj",
         "attn_k_b": names.k_b,
         "attn_v_b": names.v_b,
         "ffn_gate": names.opening.replace("mlp.", names.dense, 1),

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offload.config.block import Block
-from offload.config.mixers import Attention, Mixer
+from offload.config.mixers import Attention, DeltaRule, Mixer
 from offload.formats.encodings import ENCODINGS
 
 BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows
+LOW_RANK = ("gates_b", "times_b")  # of a delta rule
 BESIDE = ("states_in", "states_out")  # of a recurrence beside attention
 AROUND_EXPERTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
 # The last ones few layers have.
-OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *BESIDE, *AROUND_EXPERTS, *OF_INPUT)
+OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *LOW_RANK, *BESIDE, *AROUND_EXPERTS, *OF_INPUT)
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -56,7 +57,7 @@ def _shapes(block: Block, hidden_size: int) -> dict[str, tuple[tuple[int, ...], 
     """The shapes of the layer's OPERATORS: of each the outputs of its parts, the inputs, and its parts' encodings, if
     known."""
     mixer, inner, stored = block.mixer, block.feed_forward, block.encodings
-    latent = latent_shapes(mixer)
+    further = mixer_shapes(mixer)
     shapes = {
         "qkv": (mixer.parts, hidden_size, stored.qkv),
         "o": ((hidden_size,), mixer.out_size, (stored.o,)),
@@ -64,7 +65,9 @@ def _shapes(block: Block, hidden_size: int) -> dict[str, tuple[tuple[int, ...], 
         "down": ((hidden_size,), inner.size, (stored.down,)),
         **{
             name: ((outputs,), inputs, (kind,))
-            for (name, (outputs, inputs)), kind in zip(latent.items(), stored.latent or [""] * len(latent), strict=True)
+            for (name, (outputs, inputs)), kind in zip(
+                further.items(), stored.of_mixer or [""] * len(further), strict=True
+            )
         },
     }
     if block.beside is not None:
@@ -80,9 +83,12 @@ def _shapes(block: Block, hidden_size: int) -> dict[str, tuple[tuple[int, ...], 
     return shapes
 
 
-def latent_shapes(mixer: Mixer) -> dict[str, tuple[int, int]]:
-    """The (outputs, inputs) of the further operators of latent attention; empty without it. q_b: of queries, if they
-    are products with low-rank rows. k_b: [rank, plain] for each head, its keys' matrix transposed."""
+def mixer_shapes(mixer: Mixer) -> dict[str, tuple[int, int]]:
+    """The (outputs, inputs) of a mixer's operators beside qkv and o. Of latent attention: q_b, of queries, if they are
+    products with low-rank rows; k_b, [rank, plain] for each head, its keys' matrix transposed; v_b. Of a delta rule of
+    low rank: of its gates and its times."""
+    if isinstance(mixer, DeltaRule) and mixer.low_rank:
+        return {"gates_b": (mixer.out_size, mixer.low_rank), "times_b": (mixer.num_times, mixer.low_rank)}
     if not isinstance(mixer, Attention) or (latent := mixer.latent) is None:
         return {}
     heads = mixer.num_heads

@@ -11,6 +11,7 @@ from offload.config.rope import Rope
 GateFunction = Literal["sigmoid", "softplus"]
 RecurrenceGate = Literal["silu", "sigmoid"]
 _GATE = 3  # of `HeadStates.row_parts`
+LOW_RANK_PARTS = (_GATE, 5)  # of `DeltaRule.parts`: what gates and times of low rank are products with
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Attention:
     latent: heads' keys and values are products with a token's row. Each head's query is multiplied by its matrix of
     keys first, and what it attends to by its matrix of values after that, so all heads attend to one row of `head_dim`
     numbers, `num_kv_heads` being 1, which is both their key and their value. A cache has the row's first half in place
-    of a key and the other half in place of a value. qk_norm: of the low-rank rows. No other field but `bias`,
-    `out_bias`, `rope` and `scale` applies.
+    of a key and the other half in place of a value. qk_norm: of the low-rank rows. The gate is of the heads'
+    output after their matrices of values. No other field but `bias`, `out_bias`, `rope` and `scale` applies.
     """
 
     num_heads: int
@@ -109,16 +110,17 @@ class Attention:
     def parts(self) -> tuple[int, ...]:
         """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one; of k
         and v nothing in a layer that shares those of another. Of latent attention: of the queries, or of the rows that
-        they are products with, and of a token's row."""
+        they are products with, of a token's row, and of the gate."""
+        gate = [self.gate_size] * self.gate
         if self.latent is not None:
-            return (self.latent.query_rank or self.num_heads * self.latent.query_dim, self.head_dim)
+            return (self.latent.query_rank or self.num_heads * self.latent.query_dim, self.head_dim, *gate)
         own = 0 if self.shares else 1 if self.values_are_keys else 2
-        return (self.q_size, *[self.kv_size] * own, *([self.gate_size] if self.gate else []))
+        return (self.q_size, *[self.kv_size] * own, *gate)
 
     @property
     def gate_size(self) -> int:
         """Numbers of a row of the gate."""
-        return self.num_heads if self.gates_heads else self.q_size
+        return self.num_heads if self.gates_heads else self.out_size
 
     @property
     def score_scale(self) -> float:

@@ -21,9 +21,9 @@ from offload.config.matrices import (
     Matrix,
     expert_bytes,
     expert_parameters,
-    latent_shapes,
     layer_matrices,
     layer_products,
+    mixer_shapes,
 )
 from offload.config.mixers import Attention, Recurrence
 from offload.config.names import TensorNames
@@ -320,8 +320,13 @@ class ModelConfig:
     @cached_property
     def head_products(self) -> tuple[tuple[int, int, bool], ...]:
         """The distinct products of single heads of latent attention, as in `products`."""
-        every = ((kind, latent_shapes(kind.block.mixer)) for kind, _ in self.kinds)
-        found = ((kind.num_heads, *shapes[name]) for kind, shapes in every for name in BY_HEAD if shapes)
+        every = ((kind.block.mixer, mixer_shapes(kind.block.mixer)) for kind, _ in self.kinds)
+        found = (
+            (mixer.num_heads, *shapes[name])
+            for mixer, shapes in every
+            for name in BY_HEAD
+            if isinstance(mixer, Attention) and shapes
+        )
         return tuple(dict.fromkeys((outputs // heads, inputs, False) for heads, outputs, inputs in found))
 
     @cached_property

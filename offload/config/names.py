@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from offload.config.block import Block
 
-QUERIES, LOW_QUERIES, LATENT_ROWS = "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"
+Decays = Literal["logs", "rates", "negated"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class RecurrenceNames:
     """The tensor names of a recurrence within a layer. parts: of the projections, as in the `parts` of its kind; of
     one name they are rows of one tensor, and so are taps: of the first parts. order: the numbers of parts as a tensor
     has several of them, one after the other. grouped: names of tensors in which each key head has its rows of all these
-    parts together. is_log: decays are stored as A_log. skip: of Mamba-2."""
+    parts together. decays: how decays are stored, as A_log, -exp(A_log) or exp(A_log). gates_b, times_b: of low rank.
+    skip: of Mamba-2."""
 
     parts: tuple[str, ...] = (
         *("linear_attn.in_proj_qkv",) * 3,
@@ -28,7 +30,9 @@ class RecurrenceNames:
     skip: str = ""
     order: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     grouped: tuple[str, ...] = ()
-    is_log: bool = True
+    decays: Decays = "logs"
+    gates_b: str = ""
+    times_b: str = ""
 
     def part(self, number: int) -> str:
         """The name of a part; "" if there are fewer."""
@@ -131,9 +135,24 @@ class TensorNames:
     unused: tuple[str, ...] = ()
 
     @property
+    def queries(self) -> str:
+        """The projection of queries."""
+        return f"{self.attention}q_proj"
+
+    @property
+    def low_queries(self) -> str:
+        """The projection of the rows that queries of latent attention are products with."""
+        return f"{self.attention}q_a_proj"
+
+    @property
+    def latent_rows(self) -> str:
+        """The projection of tokens' rows of latent attention."""
+        return f"{self.attention}kv_a_proj_with_mqa"
+
+    @property
     def gate_has_queries(self) -> bool:
         """Whether the gate of an attention is in the tensor of its queries."""
-        return self.gate == QUERIES
+        return self.gate == self.queries
 
     def wrapped(self, body: str, head: str) -> TensorNames:
         """The names in a wrapper's checkpoint, which has these names for body and head."""

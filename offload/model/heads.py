@@ -34,7 +34,7 @@ def gated_heads(attention: Attention, attended: Tensor, gate: Tensor) -> Tensor:
     opened = gate.sigmoid() if attention.gate_function == "sigmoid" else _softplus(gate)
     if not attention.gates_heads:
         return attended * opened
-    heads: Tensor = attended.unflatten(1, (-1, attention.head_dim))
+    heads: Tensor = attended.unflatten(1, (attention.num_heads, -1))
     return (heads * opened.unsqueeze(2)).flatten(1)
 
 

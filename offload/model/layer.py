@@ -64,7 +64,7 @@ class Product:
 class Attend:
     """Attention: mixed = attention of the normed heads in qkv over their sequences' caches, times the function of the
     gate where the layer has one. Latent attention has three products of its own: of the queries, and by head before and
-    after the cache attends."""
+    after the cache attends; its gate comes last."""
 
     attention: Attention
     weights: LayerWeights
@@ -72,12 +72,14 @@ class Attend:
 
 @dataclass(frozen=True)
 class Recur:
-    """A recurrence: out = its output for the projected rows `read`, with the states of their sequences."""
+    """A recurrence: out = its output for the projected rows `read`, with the states of their sequences. low_rank: the
+    matrices of its gates and times, if these are products with numbers of `read`."""
 
     recurrence: Recurrence
     weights: RecurrenceWeights
     read: Operand = "qkv"
     out: Operand = "mixed"
+    low_rank: tuple[Linear, Linear] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
 
 def _recur(block: Block, weights: LayerWeights) -> Recur:
     assert weights.recurrence is not None
-    return Recur(block.recurrence, weights.recurrence)
+    gates, times = weights.gates_b, weights.times_b
+    low_rank = None if gates is None or times is None else (gates, times)
+    return Recur(block.recurrence, weights.recurrence, low_rank=low_rank)
 
 
 def _network(block: Block, weights: LayerWeights, alone: bool) -> tuple[list[LayerStep], list[LayerStep]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.config.block import Block
-from offload.config.mixers import Attention, Latent, Mixer
+from offload.config.mixers import LOW_RANK_PARTS, Attention, DeltaRule, Latent, Mixer
 from offload.config.model import ModelConfig
 from offload.config.networks import Activation
 from offload.kernels.experts import ExpertHomes
@@ -17,13 +18,33 @@ from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Ending, Step, Steps, divided, norm_heads, room_to_widen, widened_floats
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
-from offload.model.layer import Add, Attend, Gate, Join, Mix, MixRows, Operand, Product, Recur, Scale, steps_of
+from offload.model.layer import (
+    Add,
+    Attend,
+    Gate,
+    Join,
+    LayerStep,
+    Mix,
+    MixRows,
+    Operand,
+    Product,
+    Recur,
+    Scale,
+    steps_of,
+)
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, Parts
 
-_Prepared = Sequence[Steps | Attend | Recur | Mix | Join | Add | Gate | Scale]
+
+@dataclass(frozen=True)
+class _OpenHeads:
+    """The gate of latent attention, over its output."""
+
+
+_Step = Steps | Attend | _OpenHeads | Recur | Mix | Join | Add | Gate | Scale
+_Prepared = Sequence[_Step]
 
 
 class NativeLayers:
@@ -74,7 +95,9 @@ class NativeLayers:
                         self._attend_latent(layer, step, step.attention.latent, room, num_rows, caches)
                 case Recur():
                     rows = room.qkv if step.read == "qkv" else self._operands[step.read]
-                    mixed = caches.recur(layer, rows[:num_rows], step.weights)
+                    mixed = caches.recur(layer, room.widened(step, rows[:num_rows]), step.weights)
+                case _OpenHeads():
+                    room.open_heads(num_rows)
                 case Mix():
                     homes = self._experts[layer]
                     assert homes is not None
@@ -125,13 +148,16 @@ class NativeLayers:
         block = self._config.blocks[layer]
         key = id(weights), id(block)
         if key not in self._layers:
-            found, products = list[Steps | Attend | Recur | Mix | Join | Add | Gate | Scale](), list[Step]()
+            found, products = list[_Step](), list[Step]()
             for step in steps_of(block, weights, alone=self._alone):
                 if isinstance(step, Product | Add) and (native := self._native(step, block, room)):
                     products += native
                     continue
-                before, after = room.latent_steps(weights) if isinstance(step, Attend) else ([], [])
+                before, after = room.mixer_steps(step, weights)
                 found += [*self._call([*products, *before]), step]  # type: ignore[list-item]
+                if isinstance(step, Attend) and step.attention.latent is not None and step.attention.gate:
+                    found += [*self._call(after), _OpenHeads()]
+                    after = []
                 products = after
             self._layers[key] = weights, [*found, *self._call(products)]
         return self._layers[key][1]
@@ -178,7 +204,7 @@ class NativeLayers:
         """Latent attention between two steps, from and to the room's buffers."""
         norm, heads = step.weights.k_norm, step.attention.num_heads
         assert norm is not None
-        low = room.qkv[:num_rows, -step.attention.head_dim :]
+        low = room.qkv[:num_rows].split(step.attention.parts, 1)[1]
         norm_heads(self._kernels, low[:, : latent.rank], norm)
         plain, rotated = (rows[:num_rows].unflatten(1, (heads, -1)) for rows in (room.absorbed, room.queries))
         q = in_halves(rotated[..., latent.plain :], plain)
@@ -198,6 +224,8 @@ class _Room:
         self._values = torch.empty(most, values, dtype=dtype)
         if isinstance(mixer, Attention) and mixer.latent is not None:
             self._make_latent(mixer.latent, mixer.num_heads, most, dtype)
+        if isinstance(mixer, DeltaRule) and mixer.low_rank:
+            self._rows = torch.empty(most, sum(mixer.row_parts), dtype=dtype)
         self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
 
     def _make_latent(self, latent: Latent, heads: int, most: int, dtype: torch.dtype) -> None:
@@ -208,14 +236,44 @@ class _Room:
         self.absorbed, self.values = (torch.empty(most, heads * latent.rank, dtype=dtype) for _ in range(2))
         self._scratch = torch.empty(heads, 1, widened_floats(most, max(latent.rank, latent.plain))).expand(-1, 2, -1)
 
-    def latent_steps(self, weights: LayerWeights) -> tuple[list[Step], list[Step]]:
-        """The steps of latent attention before and after a cache attends; of another attention none."""
-        attention = self._mixer
-        if not isinstance(attention, Attention) or (latent := attention.latent) is None:
+    def mixer_steps(self, step: LayerStep, weights: LayerWeights) -> tuple[list[Step], list[Step]]:
+        """The further products of a mixer, before and after the step at which a cache attends or recurs; of another
+        step none."""
+        if isinstance(step, Recur) and step.low_rank is not None:
+            places = zip(LOW_RANK_PARTS, step.low_rank, strict=True)
+            rows, wide = (each.split(sizes, 1) for each, sizes in self._low_rank(step))
+            return [own for part, linear in places for own in _steps_of(rows[part], linear, wide[part])], []
+        if not isinstance(step, Attend) or (latent := step.attention.latent) is None:
             return [], []
+        return self._latent_steps(latent, step.attention.num_heads, weights)
+
+    def widened(self, step: Recur, rows: Tensor) -> Tensor:
+        """The rows that a recurrence takes: projected ones, or with gates and times of low rank, which are there
+        already."""
+        if step.low_rank is None:
+            return rows
+        (_, sizes), (wide, own_sizes) = self._low_rank(step)
+        found = wide[: len(rows)]
+        parts = zip(found.split(own_sizes, 1), rows.split(sizes, 1), strict=True)
+        for part, (into, projected) in enumerate(parts):
+            if part not in LOW_RANK_PARTS:
+                into.copy_(projected)
+        return found
+
+    def _low_rank(self, step: Recur) -> tuple[tuple[Tensor, tuple[int, ...]], tuple[Tensor, tuple[int, ...]]]:
+        """Buffers and their parts: of projected rows, and of those with gates and times."""
+        return (self.qkv, step.recurrence.parts), (self._rows, step.recurrence.row_parts)
+
+    def open_heads(self, num_rows: int) -> None:
+        """Multiply the output of latent attention by the function of its gate."""
+        attention, mixed = self._mixer, self.mixed[:num_rows]
+        assert isinstance(attention, Attention)
+        mixed.copy_(gated_heads(attention, mixed, self.qkv[:num_rows, -attention.gate_size :]))
+
+    def _latent_steps(self, latent: Latent, heads: int, weights: LayerWeights) -> tuple[list[Step], list[Step]]:
         assert weights.k_b is not None
         assert weights.v_b is not None
-        before, heads = list[Step](), attention.num_heads
+        before = list[Step]()
         if weights.q_b is not None:
             before = _steps_of(self.qkv[:, : latent.query_rank], weights.q_b, self.queries, weights.q_norm)
         plain = [head[:, : latent.plain] for head in self.queries.chunk(heads, 1)]
@@ -253,7 +311,7 @@ def _rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[_Room]:
     found = []
     for block in config.blocks:
         own = block.mixer
-        same = ("head_dim", "values_are_keys", "gate", "shares", "latent")
+        same = ("head_dim", "values_are_keys", "gate", "shares", "latent", "row_parts")
         key = (own.parts, *(getattr(own, name, None) for name in same))
         if key not in made:
             made[key] = _Room(own, most, dtype)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload.config.mixers import Latent
+from offload.config.mixers import LOW_RANK_PARTS, Latent
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated
@@ -66,7 +66,8 @@ class TorchLayers:
                     else:
                         operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
                 case Recur():
-                    operands[step.out] = caches.recur(layer, operands[step.read], step.weights)
+                    rows = _widened(step, operands[step.read], blocks)
+                    operands[step.out] = caches.recur(layer, rows, step.weights)
                 case Mix():
                     operands[step.out] = self._mixed(layer, step, operands, blocks, real)
                 case Join():
@@ -153,7 +154,7 @@ def _latent(
     blocks: Sequence[int] | None,
 ) -> Tensor:
     """The output of latent attention: qkv [T, outputs] -> [T, H * value_dim]."""
-    queries, row = qkv.split(step.attention.parts, 1)
+    queries, row, *gate = qkv.split(step.attention.parts, 1)
     weights, rotated = step.weights, (latent.rotated,)
     assert weights.k_norm is not None
     assert weights.k_b is not None
@@ -165,7 +166,19 @@ def _latent(
     q = in_halves(others, _by_block(blocks, plain, partial(by_heads, weight=weights.k_b.weight)))
     held = in_halves(key, weights.k_norm(low))[:, None]
     values = values_of(attend(q, held, held), latent).flatten(2)
-    return _by_block(blocks, values, partial(by_heads, weight=weights.v_b.weight)).flatten(1)
+    attended = _by_block(blocks, values, partial(by_heads, weight=weights.v_b.weight)).flatten(1)
+    return gated_heads(step.attention, attended, gate[0]) if gate else attended
+
+
+def _widened(step: Recur, rows: Tensor, blocks: Sequence[int] | None) -> Tensor:
+    """Projected rows [T, sum(parts)] -> [T, sum(row_parts)], with gates and times in place of the numbers that they are
+    products with."""
+    if step.low_rank is None:
+        return rows
+    parts = list(rows.split(step.recurrence.parts, 1))
+    for part, linear in zip(LOW_RANK_PARTS, step.low_rank, strict=True):
+        parts[part] = _by_block(blocks, parts[part].contiguous(), linear)
+    return torch.cat(parts, 1)
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

@@ -3,6 +3,7 @@ docs/memory.md)."""
 
 from __future__ import annotations
 
+from offload.config.mixers import DeltaRule
 from offload.config.model import ModelConfig
 from offload.config.next_token import rest_bytes
 from offload.plan.composition import Composition
@@ -80,6 +81,7 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
     )
     beside = [kind.block.beside for kind, _ in target.kinds if kind.block.beside is not None]
     block += PREFILL_BLOCK * max((sum(own.parts) + own.out_size for own in beside), default=0) * item
+    block += PREFILL_BLOCK * max(_widened_size(kind) for kind, _ in target.kinds) * item
     score = 2 * item + 4  # raw, in fp32 and as weights
     width = max(_attended_size(kind) for kind, _ in target.kinds)
     attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
@@ -106,6 +108,12 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
 def _attended_size(layer: ModelConfig) -> int:
     """Numbers of a row of the attention's output in `layer.block`, or of its mixer's."""
     return layer.block.attention.q_size if layer.block.attends else layer.block.mixer.out_size
+
+
+def _widened_size(layer: ModelConfig) -> int:
+    """Numbers of a row of a delta rule of low rank in `layer.block`, beside those of its projection."""
+    mixer = layer.block.mixer
+    return sum(mixer.row_parts) if isinstance(mixer, DeltaRule) and mixer.low_rank else 0
 
 
 def _network_bytes(sizing: Sizing, layer: ModelConfig) -> int:

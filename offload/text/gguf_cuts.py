@@ -29,6 +29,8 @@ _QWEN35 = (
 _SEED = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_END}"
 _GPT4O = rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_CASED_END}"
+_NOT_HAN = tuple(pattern.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") for pattern in _CASED)
+_KIMI = rf"\p{{Han}}+|{_NOT_HAN[0]}{_SHORT}?|{_NOT_HAN[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_END}"
 _LINES = r"(?:\r?\n)+(?!\r?\n)"
 _THREES = r"\d{1,3}(?=(?:\d{3})*\b)"  # digits of a number, counted from its end
 _DEEPSEEK_V3 = (
@@ -102,7 +104,7 @@ _KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(_LLAMA3), ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
     (_splits(_LLAMA3), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
     (_splits(_QWEN2), ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan")),
-    (_splits(_QWEN2), ("solar-open", "grok-2")),
+    (_splits(_QWEN2), ("solar-open", "grok-2", "bailingmoe", "bailingmoe2", "llada-moe")),
     (_splits(_QWEN35), ("qwen35",)),
     (_splits(_SEED), ("seed-coder",)),
     (_splits(_TEKKEN), ("tekken",)),
@@ -114,5 +116,6 @@ _KINDS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(*_TRINITY), ("afmoe",)),
     (_splits(_QWEN2, lines=True), ("laguna",)),
     (_splits(_PHRASES), ("exaone-moe",)),
+    (_splits(_KIMI), ("kimi-k2",)),
 )  # fmt: skip
 CUTS = {name: make for make, names in _KINDS for name in names}

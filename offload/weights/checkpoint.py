@@ -8,6 +8,7 @@ no hole, known dtypes) is checked by the safetensors library, and by `config.ggu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -80,9 +81,8 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor `name`, without the dimension of experts, whose rows follow each other; [channels, taps]
-        of a convolution. ModelError if there is none of that name."""
-        shape = self._entry(name).shape
-        return (shape[0] * shape[1], *shape[2:]) if _is_stack(name, len(shape)) else shape
+        of a convolution; [heads] of decays. ModelError if there is none of that name."""
+        return _in_rows(name, self._entry(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in; of a matrix in blocks, that of its decoded numbers. ModelError unless it
@@ -275,7 +275,7 @@ class Checkpoint:
             tensor = self._gathered_once(name, entry) if entry.is_gathered else entry.file.get_tensor(entry.stored_name)
         except SafetensorError as error:
             raise ModelError(f"{entry.path}: {name} cannot be read ({error})") from error
-        tensor = tensor.flatten(0, 1) if _is_stack(name, tensor.dim()) else tensor
+        tensor = tensor.view(_in_rows(name, tuple(tensor.shape)))
         return tensor if rows is None else tensor[_slice(rows)]
 
     def _gathered_once(self, name: str, entry: Entry) -> Tensor:
@@ -283,6 +283,15 @@ class Checkpoint:
             self._gathered = None  # two of them need not be there at once
             self._gathered = name, entry.file.get_tensor(entry.stored_name)
         return self._gathered[1]
+
+
+def _in_rows(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor as rows one below the other. Of four dimensions two or three are 1: of taps or of
+    decays."""
+    if len(shape) == 4:
+        rows = math.prod(shape[:3])
+        return (rows, shape[3]) if shape[3] > 1 else (rows,)
+    return (shape[0] * shape[1], *shape[2:]) if _is_stack(name, len(shape)) else shape
 
 
 def _is_stack(name: str, num_dims: int) -> bool:

@@ -37,9 +37,10 @@ _FACTOR = "factor"
 class LayerWeights:
     """Operators and norms of one layer, all views of one buffer. qkv: all projections of the mixer's input, o: of its
     output. gate_up: only up in a network without a gate. factor: on the layer's output rows, [1]. recurrence: of a
-    layer with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, see
-    `matrices.latent_shapes`. to_latent, from_latent: where experts read latents. input_gate, input_out: of a layer with
-    an input. states_in, states_out: the projections of a recurrence beside attention."""
+    layer with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, and
+    gates_b, times_b: of a delta rule, see `matrices.mixer_shapes`. to_latent, from_latent: where experts read latents.
+    input_gate, input_out: of a layer with an input. states_in, states_out: the projections of a recurrence beside
+    attention."""
 
     qkv: Linear
     o: Linear
@@ -62,6 +63,8 @@ class LayerWeights:
     q_b: Linear | None = None
     k_b: Linear | None = None
     v_b: Linear | None = None
+    gates_b: Linear | None = None
+    times_b: Linear | None = None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
     states_in: Linear | None = None

@@ -67,8 +67,16 @@ def load_layer(
             target.fill_(1)
         elif norm is not None and norm.plus_one and not name.endswith(".bias"):
             target += 1
-        elif name == "decay" and whole.names.recurrence.is_log:
-            target.exp_().neg_()
+        elif name == "decay":
+            _as_rates(target, whole.names.recurrence.decays)
+
+
+def _as_rates(stored: Tensor, how: str) -> None:
+    """Turn decays as they are stored, see `RecurrenceNames`, into -exp(A_log), in place."""
+    if how == "logs":
+        stored.exp_()
+    if how != "rates":
+        stored.neg_()
 
 
 def _factor(factor: float, view: str, layout: LayerLayout) -> float:

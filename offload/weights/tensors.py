@@ -9,10 +9,18 @@ from itertools import chain
 import torch
 
 from offload.config.block import BLOCK_NORMS
-from offload.config.matrices import AROUND_EXPERTS, BY_HEAD, OF_INPUT, expert_matrices, expert_vectors, layer_parts
+from offload.config.matrices import (
+    AROUND_EXPERTS,
+    BY_HEAD,
+    LOW_RANK,
+    OF_INPUT,
+    expert_matrices,
+    expert_vectors,
+    layer_parts,
+)
 from offload.config.mixers import Attention, DeltaRule, HeadStates, Latent, ShortConvolution
 from offload.config.model import ModelConfig
-from offload.config.names import LATENT_ROWS, LOW_QUERIES, QUERIES, ExpertNames
+from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
 from offload.config.vectors import layer_norms
@@ -64,6 +72,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [_on_every_rank(whole, operator)]
     if operator in ("q_b", *BY_HEAD):
         return _of_latent(whole, shard, operator)
+    if operator in LOW_RANK:
+        return [_of_low_rank(whole, shard, operator)]
     if operator in ROUTER:
         return _of_router(whole, operator)
     if operator == SINK_LOGITS:
@@ -149,16 +159,14 @@ def _out_normed(whole: ModelConfig, shard: Shard) -> range:
 
 def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
     if not whole.block.attends:
-        yield from _of_parts(whole, whole.names.recurrence.parts, recurrence_rows(whole, shard))
+        yield from _of_parts(whole, whole.names.recurrence.parts, _projected_rows(whole, shard))
         return
-    if (latent := whole.block.attention.latent) is not None:
-        yield from _queries(latent, shard.heads(whole), "" if latent.query_rank else QUERIES)
-        row = range(latent.rank + latent.rotated)
-        yield from (Source(LATENT_ROWS, row[: latent.rank]), Source(LATENT_ROWS, row[latent.rank :], rotates=True))
+    attention, names, heads = whole.block.attention, whole.names, shard.heads(whole)
+    if (latent := attention.latent) is not None:
+        yield from _latent_rows(whole, latent, heads)
         return
-    attention, names = whole.block.attention, whole.names
     fused, gate = names.fused_qkv, names.gate
-    heads, kv_heads, dim = shard.heads(whole), shard.kv_heads(whole), attention.head_dim
+    kv_heads, dim = shard.kv_heads(whole), attention.head_dim
     if attention.gate and names.gate_has_queries:  # each head's query, then its gate
         both = [range(2 * head * dim, 2 * (head + 1) * dim) for head in heads]
         yield from (Source(gate, rows[:dim], rotates=True) for rows in both)
@@ -178,11 +186,21 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         yield Source(gate, heads if attention.gates_heads else _times(heads, dim))
 
 
+def _latent_rows(whole: ModelConfig, latent: Latent, heads: range) -> Iterator[Source]:
+    """The rows of queries, or of the low-rank rows that they are products with, of a token's row, and of the gate."""
+    attention, names, row = whole.block.attention, whole.names, range(latent.rank + latent.rotated)
+    if latent.query_rank:
+        yield Source(names.low_queries, range(latent.query_rank))
+    else:
+        yield from _queries(latent, heads, names.queries)
+    yield Source(names.latent_rows, row[: latent.rank])
+    yield Source(names.latent_rows, row[latent.rank :], rotates=True)
+    if attention.gate:
+        yield Source(names.gate, heads if attention.gates_heads else _times(heads, latent.value_dim))
+
+
 def _queries(latent: Latent, heads: range, name: str) -> Iterator[Source]:
-    """The rows of all heads' queries in tensor `name`, or of the low-rank rows that they are products with."""
-    if not name:
-        yield Source(LOW_QUERIES, range(latent.query_rank))
-        return
+    """The rows of heads' queries in tensor `name`."""
     for head in heads:
         rows = _times(range(head, head + 1), latent.query_dim)
         yield from (Source(name, rows[: latent.plain]), Source(name, rows[latent.plain :], rotates=True))
@@ -205,6 +223,14 @@ def _of_latent(whole: ModelConfig, shard: Shard, operator: str) -> list[Source]:
         own = rows[: latent.plain] if is_keys else rows[latent.plain :]
         found.append(Source(f"{names.k_b}.weight", own, inputs, transposed=is_keys))
     return found
+
+
+def _of_low_rank(whole: ModelConfig, shard: Shard, operator: str) -> Source:
+    """The source of the matrix of a delta rule's gates, or of its times."""
+    delta, rows = whole.block.recurrence, recurrence_rows(whole, shard)
+    assert isinstance(delta, DeltaRule)
+    own = rows[-1] if operator == "times_b" else rows[3]
+    return Source(f"{getattr(whole.names.recurrence, operator)}.weight", own, range(delta.low_rank))
 
 
 def _gate_up(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
@@ -239,6 +265,16 @@ def recurrence_rows(whole: ModelConfig, shard: Shard) -> list[range]:
     return [keys, keys, values, values, *[heads] * (len(states.rates) - by_channel), *[keys] * by_channel]
 
 
+def _projected_rows(whole: ModelConfig, shard: Shard) -> list[range]:
+    """The shard's rows of each part of the fused projection: each rank has all numbers that gates and times of low rank
+    are products with."""
+    states, rows = whole.block.recurrence, recurrence_rows(whole, shard)
+    if not isinstance(states, DeltaRule) or not states.low_rank:
+        return rows
+    low = range(states.low_rank)
+    return [*rows[:3], low, rows[4], low]
+
+
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:
     """The rows of each part of a recurrence; parts of one name are in one tensor, one after the other, or one after the
     other for each key head."""
@@ -261,7 +297,8 @@ def _vectors(whole: ModelConfig, shard: Shard, vector: str) -> list[Source]:
     """The sources of a recurrence's vectors; of its taps each row is a channel's."""
     names, width = whole.names.recurrence, whole.block.recurrence.width
     if not vector.startswith("taps"):
-        return [Source(getattr(names, vector), shard.value_heads(whole))]
+        rows = recurrence_rows(whole, shard)[-1] if vector == "time_bias" else shard.value_heads(whole)
+        return [Source(getattr(names, vector), rows)]
     found = _of_parts(whole, names.taps, recurrence_rows(whole, shard))
     if vector == "taps_bias":
         return [replace(part, name=f"{part.name}.bias") for part in found]

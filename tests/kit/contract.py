@@ -81,8 +81,8 @@ def _larger(tiny: Tiny) -> dict[str, object]:
     if "kv_lora_rank" in tiny.fields:
         grown |= {
             "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-            "q_lora_rank": tiny.fields["q_lora_rank"] and 64,
         }  # fmt: skip
+        grown |= {"q_lora_rank": 64} if isinstance(tiny.fields["q_lora_rank"], int) else {}
     if "mamba_d_ssm" in tiny.fields:
         grown["mamba_d_ssm"] = 256
     if "global_head_dim" in tiny.fields:
@@ -164,6 +164,9 @@ NARROW = {
     **WIDE, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "rope_parameters": GEMMA4_ROPES,
     "tie_word_embeddings": False,
 }  # fmt: skip
+LOW = {key: value for key, value in WIDE.items() if key != "head_dim"} | {
+    "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 FILES: dict[str, dict[str, object]] = {
     "qwen3_5": {**WIDE, **STATES},
     "gpt_oss": WIDE,
@@ -185,10 +188,11 @@ FILES: dict[str, dict[str, object]] = {
         "mamba_n_groups": 2, "shared_intermediate_size": 512,
     },
     "minimax_m2": WIDE,
-    "glm4_moe_lite": {
-        **{key: value for key, value in WIDE.items() if key != "head_dim"}, **EXPERTS, "kv_lora_rank": 64,
-        "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "glm4_moe_lite": {**LOW, **EXPERTS, "q_lora_rank": 64},
+    "kimi_linear": {
+        **LOW, **EXPERTS, "q_lora_rank": None, "linear_head_dim": 32, "linear_num_heads": 4,
     },
+    "bailing_hybrid": {**LOW, **EXPERTS, "head_dim": 64},
     "ernie4_5_moe": {**WIDE, **EXPERTS},
     "exaone_moe": {**WIDE, **EXPERTS, "sliding_window": 45},
     "lfm2": {**WIDE, "hidden_size": 512, "block_multiple_of": 512},
@@ -211,7 +215,9 @@ MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z
 KINDS: dict[str, Kind] = {
     **{kind: kind for kind in ("F32", "F16", "Q8_0", "Q4_0")},
     "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q8_0"),
-    "Q4_K experts": lambda name: "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name else "Q4_K",
+    "Q4_K experts": lambda name: (
+        "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name or ".w2." in name else "Q4_K"
+    ),
     "MXFP4 experts": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
 }
 KINDS_OF = {
@@ -224,6 +230,8 @@ KINDS_OF = {
     "nemotron_h": ("Q8_0", "Q4_K experts"),
     "granitemoehybrid": ("Q4_K experts",),
     "glm4_moe_lite": ("Q8_0", "Q4_K experts"),
+    "kimi_linear": ("F32", "Q8_0", "Q4_K experts"),
+    "bailing_hybrid": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("ernie4_5_moe", "exaone_moe", "laguna", "cohere2_moe"), ("Q4_K experts",)),
     "lfm2": ("F32", "Q8_0", "Q4_K and others"),
     **dict.fromkeys(("gemma4, sparse", "gemma4", "gemma4_unified"), ("F16", "Q8_0", "Q4_0")),
@@ -257,7 +265,7 @@ def _file_twin(name: str, kind: str, target: Path, root: Path) -> Path:
     return root / "twin.gguf"
 
 
-QUANTISED = ("qwen3_next", "nemotron_h")
+QUANTISED = ("qwen3_next", "nemotron_h", "kimi_linear", "bailing_hybrid")
 MODELS: Mapping[str, Model] = {
     **{name: Model(partial(_family, name)) for name in GROWN},
     **{f"{name} with its head": Model(partial(_headed, name)) for name in heads.FORMS},

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -127,6 +128,14 @@ SECTIONS = {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1,
 LATENT: dict[str, object] = {
     "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 4, "head_dim": ..., "num_hidden_layers": 3,
+}  # fmt: skip
+KIMI: dict[str, object] = {
+    "linear_head_dim": 8, "linear_num_heads": 6, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16, "num_hidden_layers": 4, "rope_parameters": ...,
+}  # fmt: skip
+LING: dict[str, object] = {
+    "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "q_lora_rank": ...,
+    "num_hidden_layers": 4, "first_k_dense_replace": 1, "num_mtp_layers": 0,
 }  # fmt: skip
 MISTRAL4: dict[str, object] = {
     **LATENT, **GLM_EXPERTS, "max_position_embeddings": 64, "n_group": 2, "topk_group": 1, "n_routed_experts": 12,
@@ -563,6 +572,27 @@ TINY: dict[str, Tiny] = {
         attention_bias=True, conv_bias=True, conv_L_cache=3, norm_eps=1e-3, num_key_value_heads=1,
         layer_types=["sliding_attention", "conv", "full_attention"], rope_parameters=None, tie_word_embeddings=True,
     ),
+    "kimi_linear": _with(
+        "kimi_linear", **LATENT | KIMI | {"q_lora_rank": None}, routed_scaling_factor=2.0,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    ),
+    "kimi_linear, groups": _with(
+        "kimi_linear", **LATENT | KIMI | {"num_local_experts": 12, "num_hidden_layers": 3, "linear_head_dim": 12},
+        n_group=2, topk_group=1, norm_topk_prob=False, n_shared_experts=2, attention_bias=True,
+        linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention", "full_attention"], mlp_layer_types=["sparse"] * 3,
+    ),
+    "bailing_hybrid": _with("bailing_hybrid", **LATENT | LING, n_group=4, topk_group=2, layer_group_size=4),
+    "bailing_hybrid, unbounded": _with(
+        "bailing_hybrid", **LATENT | LING | {"num_hidden_layers": 3, "head_dim": 12, "first_k_dense_replace": 0},
+        n_group=1, topk_group=1, kda_safe_gate=False, norm_topk_prob=False, n_shared_experts=2,
+        routed_scaling_factor=1.5, short_conv_kernel_size=2,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+    ),
+    "bailing_hybrid, bounded otherwise": _with(
+        "bailing_hybrid", **LATENT | LING | {"num_hidden_layers": 2, "num_experts_per_tok": 2}, n_group=2,
+        topk_group=1, layer_group_size=2, kda_lower_bound=-2.0,
+    ),
     "starcoder2": _with("starcoder2", hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
     "starcoder2, a window": _with(
         "starcoder2", sliding_window=9, num_hidden_layers=3, use_bias=False, tie_word_embeddings=False,
@@ -672,6 +702,20 @@ def as_the_authors_have_it(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
+def with_authors_names(folder: Path) -> None:
+    """Rename tensors that transformers (5.23) writes under names of others: of Kimi Linear the networks of dense
+    layers, of Ling 3 the output of layers with a state."""
+    tensors = load_file(path := folder / "model.safetensors")
+    latent = {name.rpartition("attention.")[0] for name in tensors if "kv_a_proj" in name}
+
+    def renamed(name: str) -> str:
+        name = re.sub(r"block_sparse_moe\.(?=(?:gate|up|down)_proj)", "mlp.", name)
+        layer, _, part = name.rpartition("attention.")
+        return name if layer in latent or part != "dense.weight" else f"{layer}attention.o_proj.weight"
+
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
 def as_released(wrapped: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors of a model that sees pictures as its authors' checkpoints have them, which transformers (5.23)
     renames, stacks and transposes as it reads them."""
@@ -706,6 +750,8 @@ def save_tiny(name: str, folder: Path, *, noise: float = 0.0, tokenizer: bool = 
         model.save_pretrained(folder)
         if tiny.family == "olmo_hybrid":
             save_file(as_the_authors_have_it(model), folder / "model.safetensors", metadata={"format": "pt"})
+        if tiny.family in ("kimi_linear", "bailing_hybrid"):
+            with_authors_names(folder)
         config = json.loads((folder / "config.json").read_text())
         left_out = {key for key, value in tiny.fields.items() if value is ...}
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in left_out}))

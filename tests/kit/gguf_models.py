@@ -41,18 +41,22 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h_moe", "granitemoehybrid": "granitehybrid",
     "glm4_moe_lite": "deepseek2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "mistral4": "mistral4",
     "afmoe": "afmoe", "laguna": "laguna", "cohere2_moe": "cohere2moe",
-    "falcon_h1": "falcon-h1",
+    "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3",
 }  # fmt: skip
-LIKE = {"laguna": "exaone-moe", "cohere2moe": "exaone-moe"}  # whose names the package has
+LIKE = {"laguna": "exaone-moe", "cohere2moe": "exaone-moe", "bailingmoe3": "kimi-linear"}  # whose names the package has
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
 MAMBA = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
-LATENT = ("deepseek2", "mistral4")
+BY_CHANNEL = ("kimi-linear", "bailingmoe3")  # each channel of a state decays by itself
+LATENT = ("deepseek2", "mistral4", *BY_CHANNEL)
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
 OF_HEAD = {  # parts of a next-token head beside its layer
     "fc": "eh_proj", "norm": "shared_head_norm", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+}  # fmt: skip
+OF_LING = {
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "final_layernorm": "layer_output_norm",
 }  # fmt: skip
 WHOLE_NAMES = {  # in a layer; the package has none for them
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
@@ -110,6 +114,8 @@ def write_gguf(
         for name, tensor in load_file(file).items()
         if not BESIDE_TEXT.search(name)
     }
+    if arch == "bailingmoe3":
+        tensors = as_kimis(tensors, config)
     stacks = stacked(tensors, config["model_type"])
     if config["model_type"] == "granitemoehybrid":
         stacks = of_granite(stacks, config)
@@ -290,21 +296,43 @@ def block_name(name: str, config: dict[str, Any]) -> str:
         return f"model.layers.{config['num_hidden_layers'] + int(number)}.{rest}"
     for own, known in (
         (".mixer.dt_bias", ".mixer.dt.bias"), (".dt_bias", ".dt_proj.bias"), ("correction_bias", "correction.bias"),
-        (".expert_bias", ".expert_bias.bias"),
+        (".expert_bias", ".expert_bias.bias"), ("block_sparse_moe.shared_experts.", "mlp.shared_experts."),
     ):  # fmt: skip
         name = name.replace(own, known)
     return name + (".weight" if name.endswith(".sinks") else "")
 
 
+def as_kimis(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """A Ling 3's with names of Kimi Linear, which the package knows; a next-token head's among its layers."""
+    found, attending = dict[str, Tensor](), [kind == "full_attention" for kind in config["layer_types"]]
+    for name, tensor in tensors.items():
+        for own, known in (
+            (".attention.", ".self_attn."), ("word_embeddings", "embed_tokens"), (".dense.", ".o_proj."),
+            ("gate.expert_bias", "gate.e_score_correction_bias"), (".f_proj.", ".f_a_proj."),
+        ):  # fmt: skip
+            name = name.replace(own, known)
+        if name.endswith("g_proj.weight"):
+            number = int(name.split(".")[2])
+            if number < len(attending) and not attending[number]:
+                name = name.replace("g_proj", "g_a_proj")
+        found[name] = tensor
+    return found
+
+
 def of_head(name: str, config: dict[str, Any]) -> str:
     """llama.cpp's name of a part of a next-token head, "" of any other tensor. The package has none for it."""
     kind, _, part = name.removesuffix(".weight").rpartition(".")
+    number = re.fullmatch(r"model\.layers\.(\d+)", kind)
+    if number and part in OF_LING:
+        return f"blk.{number[1]}.{OF_LING[part]}.weight"
     return f"blk.{num_blocks(config) - num_drafts(config)}.nextn.{OF_HEAD[part]}.weight" if kind == "mtp" else ""
 
 
 def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> Tensor:
     if "linear_attn" in name:
         return with_states(name, tensor, config)
+    if arch in BY_CHANNEL and name.endswith(("_conv1d.weight", "A_log")):
+        return by_channel(name, tensor, arch)
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
     if arch == "falcon-h1":
@@ -351,6 +379,13 @@ def with_mamba(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
     if part == "norm.weight":
         return tensor.reshape(_first(config, "n_groups", "mamba_n_groups"), -1)
     return tensor.squeeze() if part == "conv1d.weight" else tensor
+
+
+def by_channel(name: str, tensor: Tensor, arch: str) -> Tensor:
+    """Taps in four dimensions, and decays as the kernels of each take them."""
+    if name.endswith("A_log"):
+        return -tensor.exp() if arch == "kimi-linear" else tensor.exp().reshape(-1, 1)
+    return tensor.reshape(1, len(tensor), 1, -1)
 
 
 def with_states(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -435,13 +470,15 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
     writer.add_block_count(num_blocks(config))
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(_first(config, "max_position_embeddings", "model_max_length"))
     writer.add_embedding_length(hidden)
     if arch not in NEMOTRON_H and (inner := _first(config, "prefix_dense_intermediate_size", "intermediate_size")):
         writer.add_feed_forward_length(inner if "prefix_dense_intermediate_size" in config else _inner_sizes(config))
     writer.add_head_count(config["num_attention_heads_per_layer"] if arch == "laguna" else heads)
     if arch in CONVOLVED:
         _convolutions(writer, config)
+    elif arch in BY_CHANNEL:
+        _by_channel(writer, config, arch)
     elif arch != "gemma4" and config["model_type"] not in MAMBA:
         writer.add_head_count_kv(1 if arch in LATENT and not joins_latent else config["num_key_value_heads"])
     if config["model_type"] in LAYER_NORM:
@@ -463,7 +500,7 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
     if arch != "nemotron_h" and (
         count := _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     ):
-        used = _first(config, "top_k_experts", "num_experts_per_tok", "moe_topk", "moe_k")
+        used = _first(config, "top_k_experts", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
         writer.add_expert_count(count)
         writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
         if arch not in ("olmoe", "granitehybrid"):
@@ -614,12 +651,13 @@ def _sigmoid_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_shared_count(_first(config, "n_shared_experts", "num_shared_experts"))
     is_softmax = config["model_type"] in ("deepseek_v2", "mistral4")
     kinds = gguf.ExpertGatingFuncType
-    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 0))
+    types = config.get("mlp_layer_types") or []
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", types.count("dense")))
     writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    if config["norm_topk_prob"]:
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
-    writer.add_expert_group_count(config["n_group"])
+    if config.get("norm_topk_prob") or (config.get("moe_renormalize") and writer.arch != "kimi-linear"):
+        writer.add_expert_weights_norm(True)
+    writer.add_expert_group_count(_first(config, "n_group", "num_expert_group"))
     writer.add_expert_group_used_count(config["topk_group"])
     writer.add_nextn_predict_layers(num_drafts(config))
 
@@ -635,7 +673,7 @@ def _inner_sizes(config: dict[str, Any]) -> int | list[int]:
 
 def _latent(writer: gguf.GGUFWriter, config: dict[str, Any], *, joins_latent: bool) -> None:
     rank, rotated, values = (config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
-    if config["q_lora_rank"] is not None:
+    if config.get("q_lora_rank") is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
     writer.add_rope_dimension_count(rotated)
@@ -647,6 +685,18 @@ def _latent(writer: gguf.GGUFWriter, config: dict[str, Any], *, joins_latent: bo
     writer.add_value_length(rank)
     writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
     writer.add_value_length_mla(values)
+
+
+def _by_channel(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    kinds = config["layer_types"] + ["full_attention"] * num_drafts(config)
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in kinds])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    if arch == "bailingmoe3":
+        writer.add_bool(f"{arch}.kda.safe_gate", config["kda_safe_gate"])
+        writer.add_float32(f"{arch}.kda.gate_lower_bound", config["kda_lower_bound"])
+        shared = config["moe_intermediate_size"] * config["num_shared_experts"]
+        writer.add_expert_shared_feed_forward_length(shared)
 
 
 def _gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -48,12 +48,18 @@ FORMS = {
     ),
 }  # fmt: skip
 FORMS["glm4_moe_lite"] = FORMS["glm4_moe"]
-IN_FILES = ["qwen3_5", "qwen3_5_moe", "glm4_moe"]  # whose heads llama.cpp's converter writes
+FORMS["bailing_hybrid"] = Form(
+    {"num_nextn_predict_layers": 1}, 3, "model.layers.4.", "model.layers.4.eh_proj",
+    ("model.layers.4.enorm", "model.layers.4.hnorm", "model.layers.4.final_layernorm"), plus_one=False,
+)  # fmt: skip
+IN_FILES = ["qwen3_5", "qwen3_5_moe", "glm4_moe", "bailing_hybrid"]  # whose heads llama.cpp's converter writes
 MIXTURES = [name for name in FORMS if name != "qwen3_5"]
 
 
 def shapes_of(name: str) -> dict[str, int]:
     """Sizes of a model with whole groups of codes."""
+    if name == "bailing_hybrid":
+        return {key: size for key, size in LATENT.items() if key != "q_lora_rank"} | {"head_dim": 16}
     return LATENT if name == "glm4_moe_lite" else SHAPES
 
 

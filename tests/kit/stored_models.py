@@ -129,8 +129,8 @@ def store(folder: Path, form: str) -> Path:
     tensors, algorithms = dict[str, Tensor](), dict[str, dict[str, str]]()
     for name, tensor in load_file(folder / "model.safetensors").items():
         left = (
-            any(part in name for part in ("norm", "mlp.gate.", "mixer.gate.", "conv1d", "shared_expert_gate"))
-            or tensor.dim() < 2
+            any(part in name for part in ("norm", "mlp.gate.", "mixer.gate.", "moe.gate.", "conv1d", "expert_gate"))
+            or tensor.dim() != 2
         )
         left = left or ("layers" not in name and not (form in WHOLE and "lm_head" in name))
         module, parts = name.removesuffix("weight"), {} if left else encode(name, tensor)

@@ -10,7 +10,7 @@ from offload.config.families.common import Defaults, Family, decoder, epsilon, s
 from offload.config.families.experts import READS, SIGMOIDS, read_sigmoids, with_experts
 from offload.config.families.windows import without_windows
 from offload.config.model import ModelConfig
-from offload.config.names import ExpertNames, NextTokenNames, TensorNames
+from offload.config.names import NextTokenNames, TensorNames
 from offload.config.networks import Experts
 from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, RopeDefaults
@@ -40,31 +40,36 @@ def _described(source: Fields, family: str, defaults: Defaults, attention: Mappi
 
 
 def with_head(
-    source: Fields, config: ModelConfig, experts: Experts, *, dense: Container[int], shared: int = 1
+    source: Fields,
+    config: ModelConfig,
+    experts: Experts,
+    *,
+    dense: Container[int],
+    shared: int = 1,
+    norm: str = "shared_head.norm",
 ) -> ModelConfig:
     """`config` with experts in all layers but the `dense` ones, beside one or several for every row, and with a
-    next-token head that is a further layer. shared: number of the latter, if the source does not say it."""
+    next-token head that is a further layer. shared: number of the latter, if the source does not say it. norm: the
+    tensor of the head's last norm."""
     beside = experts.network.size * source.integer(SHARED, 1 << 12, default=shared)
     key = next((key for key in HEADS if source.data.get(key) is not None), HEADS[0])
     heads = source.get(key, whole(0, 64), 1)
-    names = _names(config.names, config.num_layers, heads)
+    names = _names(config.names, config.num_layers, heads, norm)
     extended = replace(config, blocks=config.blocks + config.blocks[-1:], names=names)
     described = with_experts(extended, experts, beside=beside, dense=dense)
     *blocks, further = described.blocks
     return replace(described, blocks=tuple(blocks), next_token=further if heads == 1 else None)
 
 
-def _names(names: TensorNames, num_layers: int, heads: int) -> TensorNames:
+def _names(names: TensorNames, num_layers: int, heads: int, norm: str) -> TensorNames:
     """The tensor names; those of next-token heads are of the layers after the last one. embed_tokens and
     shared_head.head of such a layer are unused: copies of the model's own tables, with which a head runs here as in
     SGLang."""
     layer = f"{TensorNames.body}layers.{num_layers}."
     return replace(
         names,
-        experts=ExpertNames(network="mlp.shared_experts."),
-        next_token=NextTokenNames(
-            layer, f"{layer}eh_proj", f"{layer}enorm", f"{layer}hnorm", f"{layer}shared_head.norm"
-        ),
+        experts=replace(names.experts, network="mlp.shared_experts."),
+        next_token=NextTokenNames(layer, f"{layer}eh_proj", f"{layer}enorm", f"{layer}hnorm", f"{layer}{norm}"),
         unused=tuple(f"layers.{further}.*" for further in range(num_layers, num_layers + heads)),
     )
 

@@ -15,6 +15,7 @@ from offload.fields import Fields
 
 STATEFUL, CONVOLVED = "linear_attention", "conv"
 _LIMITS = "time_step_limit"
+_CHANNEL_SIZES = {"num_heads": 32, "head_dim": 128}  # fields, and their defaults
 _MOST_TAPS = 8  # that the CPU's kernels know
 
 
@@ -36,6 +37,30 @@ def read_delta_rule(
     if found.width < 2:
         source.refuse("linear_conv_kernel_dim", "2 or more")
     return found
+
+
+def read_channel_rule(source: Fields, *, low_rank: bool, norm: Norm, least: float | None = None) -> DeltaRule:
+    """The delta rule of all layers with a state, in which each channel of a key decays by itself (Kimi Delta
+    Attention). low_rank: gates and times are of the heads' size first. least: see `DeltaRule`."""
+    heads, dim = (source.integer(f"linear_{what}", 1 << 12, default=given) for what, given in _CHANNEL_SIZES.items())
+    sizes = {f"linear_num_{kind}_heads": heads for kind in ("key", "value")}
+    sizes |= {f"linear_{kind}_head_dim": dim for kind in ("key", "value")}
+    return read_delta_rule(
+        source.changed(sizes), key_heads=heads, heads=heads, key_dim=dim, value_dim=dim, norm=norm, gate="sigmoid",
+        by_channel=True, least=least, low_rank=dim if low_rank else 0,
+    )  # fmt: skip
+
+
+def channel_names(prefix: str, *, low_rank: bool) -> RecurrenceNames:
+    """The tensor names of such a delta rule."""
+    low = "_a" if low_rank else ""
+    parts = ("q", "k", "v", f"g{low}", "b", f"f{low}")
+    return RecurrenceNames(
+        parts=tuple(f"{prefix}{part}_proj" for part in parts),
+        taps=tuple(f"{prefix}{letter}_conv1d" for letter in "qkv"),
+        out=f"{prefix}o_proj", norm=f"{prefix}o_norm", decay=f"{prefix}A_log", time_bias=f"{prefix}dt_bias",
+        gates_b=f"{prefix}g_b_proj", times_b=f"{prefix}f_b_proj",
+    )  # fmt: skip
 
 
 def read_short_convolution(source: Fields, *, width: int) -> ShortConvolution:

@@ -9,7 +9,7 @@ from offload.config.families.common import Defaults, Family, biases, decoder, ep
 from offload.config.families.gemma2 import NORM
 from offload.config.families.states import read_delta_rule, stateful_layers, with_states
 from offload.config.model import ModelConfig
-from offload.config.names import QUERIES, RecurrenceNames, TensorNames
+from offload.config.names import RecurrenceNames, TensorNames
 from offload.config.norm import Norm
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.fields import Fields, whole
@@ -36,7 +36,7 @@ def described(
     norm = NORM(eps)
     config = decoder(
         source, family, defaults, norm=NORM, attention=biases(source) | {"qk_norm": norm, "gate": True},
-        names=TensorNames(gate=QUERIES, recurrence=states),
+        names=TensorNames(gate=TensorNames().queries, recurrence=states),
     )  # fmt: skip
     delta = read_delta_rule(source, key_heads=16, heads=32, key_dim=128, value_dim=128, norm=Norm(eps, fp32=True))
     return with_states(config, delta, stateful_layers(source, "full_attention_interval", _PERIOD))

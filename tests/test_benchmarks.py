@@ -101,7 +101,7 @@ def test_kernels_are_compared_with_torch_and_a_sum(run: Run) -> None:
     shared, runs = read(written)
     assert shared["instruction_set"] == kernels().instruction_set
     assert shared["sum_bytes_per_second"] > 0
-    assert len(runs) == 5 * 2 * 2  # attention, two shapes of products and two encodings, by rows, two ways
+    assert len(runs) == 7 * 2 * 2  # attention, latents in two dtypes, two products, two encodings, by rows, two ways
     assert {(measured["kernel"].split()[0], measured["way"]) for measured in runs} == {
         (kernel, way) for kernel in ("attention", "product") for way in ("kernels", "torch")
     }

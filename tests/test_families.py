@@ -158,8 +158,9 @@ def text(**fields: object) -> dict[str, object]:
         ),
         (
             {"model_type": "glm5_next"},
-            "but its layers keep four residual streams and states with a decay of each",
+            "but its layers keep four residual streams and attend to tokens that an index chooses",
         ),
+        ({"model_type": "gemma3n"}, "but its layers mix four residual streams (AltUp)"),
         (
             text(rope_parameters={"rope_type": "default", "llama_4_scaling_beta": 0.1}),
             "original_max_position_embeddings",

@@ -49,8 +49,11 @@ _SUSPECT = re.compile(r"softcap|multiplier|expert|moe|quant|alibi|rotary|sliding
 _IS_FACTOR = re.compile(r"multiplier|scal")  # 1 may be neutral, 0 is not
 _SAYS_NOTHING: tuple[object, ...] = (False, 0, "", [], {})
 _UNKNOWN = "layers of another family may compute otherwise, and their text would be wrong without a sign of it"
+_ALTERED = "its layers mix four residual streams (AltUp); Gemma 4's E2B and E4B, its successors, run"
 _DECLINED = {  # families that are known and not implemented, and why
-    "glm5_next": "its layers keep four residual streams and states with a decay of each number, which none here has",
+    "glm5_next": "its layers keep four residual streams and attend to tokens that an index chooses",
+    "gemma3n": _ALTERED,
+    "gemma3n_text": _ALTERED,
 }
 # Checked where they are read, in every family.
 _READ = {"sliding_window", "use_sliding_window", "rope_theta", "rope_scaling", "rope_parameters"}

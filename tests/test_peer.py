@@ -152,6 +152,17 @@ BY_CHANNEL: dict[str, dict[str, object]] = {
     "bailing_hybrid": {**WITHOUT_RANK, "head_dim": 32},
     "bailing_hybrid, bounded otherwise": {**WITHOUT_RANK, "head_dim": 64},
 }
+SHARING: dict[str, object] = {  # the last two layers with caches of their own are of both kinds, as llama.cpp wants
+    "num_hidden_layers": 6, "num_kv_shared_layers": 3, "tie_word_embeddings": True,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+}  # fmt: skip
+IDS: dict[str, object] = {"vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1}
+GEMMA4: dict[str, dict[str, object]] = {
+    "gemma4": IDS,
+    "gemma4, sparse": IDS,
+    "gemma4, shared caches": {**IDS, **SHARING},
+    "gemma4, inputs of layers": {**IDS, **SHARING, "vocab_size_per_layer_input": TOKENIZER_SIZE},
+}
 GRANITE: dict[str, object] = {key: value for key, value in WIDE.items() if key != "head_dim"}
 MAMBA: dict[str, dict[str, object]] = {
     "nemotron_h": {
@@ -448,6 +459,14 @@ class TestWheel:
             pytest.skip(f"{REAL} names no environment that has xllamacpp")
         folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
         assert_same_text(environment, folder, length, joins_states=joins_states)
+
+    @pytest.mark.parametrize("name", GEMMA4)
+    @pytest.mark.parametrize("length", [1, 3, 150])
+    def test_llama_cpp_writes_what_we_write_of_gemma4(self, tmp_path, length, name):
+        """E2B and E4B among them: caches of other layers, and inputs of layers from a table."""
+        if not (environment := os.environ.get(REAL)):
+            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+        assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **GEMMA4[name]), length)
 
     @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
     @pytest.mark.parametrize("length", [1, 3, 150])

@@ -25,6 +25,7 @@ from offload.speed.hardware import Hardware
 PROMPT = [5 + at * at % 1000 for at in range(2000)]  # long enough for retrieval
 NUM_TOKENS = 16  # generated
 GREEDY = SamplingParams(temperature=0.0)
+GAMMA = 4  # tokens that are drafted for a pass, whatever pays
 
 
 def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterator[Named]:
@@ -44,7 +45,7 @@ def text_checks(hardware: Hardware, target: Path, draft: Path | None) -> Iterato
 
 def _text(hardware: Hardware, target: Path, draft: Path | None, offload: str) -> Shown:
     """Check a speculative text against a replay by the target alone, token by token."""
-    with _engine(hardware, target, draft, offload) as engine:
+    with _engine(hardware, target, draft, offload, gamma=GAMMA) as engine:  # else none may be drafted here
         found = check_exactness(engine, PROMPT, GREEDY, max_tokens=NUM_TOKENS, num_recomputed=1)
     if found.holds:
         return True, f"{len(found.tokens)} tokens are the target's own, bit for bit"

@@ -122,7 +122,7 @@ def of_states(**fields: object) -> dict[str, object]:
         (of_states(gate_lower_bound=-5.0), "gate_lower_bound is -5.0; it must be absent"),
         ({"layer_types": ["full_attention"] * 27}, "it must be absent, or as linear_attn_config has it"),
         ({"num_local_experts": 128}, "num_experts is 256; it must be absent, or 128 as num_local_experts is"),
-        ({"mla_use_nope": False}, "mla_use_nope is false; it must be absent or True in kimi_linear"),
+        ({"mla_use_nope": False}, "mla_use_nope is false; it must be absent or true in kimi_linear"),
         ({"moe_router_activation_func": "softmax"}, 'moe_router_activation_func is "softmax"'),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; it must be absent or 0"),
@@ -138,16 +138,19 @@ def test_what_kimi_linear_does_not_have_is_refused_by_name(fields: dict[str, obj
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"no_kda_lora": False}, "no_kda_lora is false; it must be absent or True in bailing_hybrid"),
-        ({"gated_attention_proj_granularity_type": "element_wise"}, "it must be absent or head_wise"),
-        ({"use_mla_nope": True}, "use_mla_nope is true; it must be absent or False"),
+        ({"no_kda_lora": False}, "no_kda_lora is false; it must be absent or true in bailing_hybrid"),
+        ({"gated_attention_proj_granularity_type": "element_wise"}, 'it must be absent or "head_wise"'),
+        ({"use_mla_nope": True}, "use_mla_nope is true; it must be absent or false"),
         ({"expert_swiglu_limit_list": [0] * 23 + [7]}, "it must be absent or 0 in all layers: gates and ups"),
         ({"share_expert_swiglu_limit_list": [4] * 24}, "share_expert_swiglu_limit_list is"),
+        ({"expert_swiglu_limit_list": 7.0}, "expert_swiglu_limit_list is 7.0; it must be absent or 0"),
+        ({"attention_bias": True}, "attention_bias is true; it must be absent or false"),
+        ({"linear_num_key_heads": 4}, "linear_num_key_heads is 4; it must be absent, or"),
         ({"moe_shared_expert_intermediate_size": 1024}, "is 1024; it must be absent, or 512 as moe_intermediate_size"),
         ({"rotary_dim": 32}, "rotary_dim is 32; it must be absent, or 64 as qk_rope_head_dim is"),
         ({"layer_group_size": 5}, "layer_group_size is 5; it must be a divisor of num_hidden_layers 24"),
         ({"kda_lower_bound": 1.0}, "kda_lower_bound is 1.0"),
-        ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; it must be absent or sigmoid'),
+        ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; it must be absent or "sigmoid"'),
     ],
 )
 def test_what_ling_3_does_not_have_is_refused_by_name(fields: dict[str, object], named: str) -> None:

@@ -147,10 +147,15 @@ def test_tritons_kernel_takes_its_place(gpu: torch.device, monkeypatch: pytest.M
     monkeypatch.setattr(choice, "flash", lambda device: Flash("2.8.3", call=flash_attn_with_kvcache))
     assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["FlashTiles"] * 3 + ["NoneType", "FlashTiles"]
     assert (chosen(128, page=64), chosen(128, windows=True)) == ("TritonTiles", "TritonTiles")
-    for dim in (576, 96):  # flash-attn has no latents
-        attention = Attention(8, 1, dim, latent=Latent(dim - 64, 8, 64, 8))
+    for rank, rotated, kind in (
+        (512, 64, "LatentTiles"),
+        (32, 64, "LatentTiles"),
+        (48, 16, "NoneType"),
+        (640, 64, "NoneType"),
+    ):
+        attention = Attention(8, 1, rank + rotated, latent=Latent(rank, 8, rotated, 8))  # flash-attn has none
         found = choice.prefill_attention(gpu, attention, page=512, windows=False)
-        assert type(found).__name__ == "LatentTiles"
+        assert type(found).__name__ == kind, rank
 
 
 def test_nothing_is_said_where_it_could_not_be_used(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class Encodings:
     experts: tuple[str, ...] = ()
     around_experts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
-    of_mixer: tuple[str, ...] = field(default=(), metadata={"digested_as": "latent"})
+    of_mixer: tuple[str, ...] = field(default=(), metadata={"digested_as": "latent"})  # as for `Block.mixer`
     beside: tuple[str, ...] = ()
 
     @property

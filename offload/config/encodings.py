@@ -119,10 +119,10 @@ class _MatrixNames:
         beside = [*names.recurrence.parts, names.recurrence.out] if block.beside is not None else []
         given = [names.input_gate, names.input_out] if block.input_size else []
         experts = tuple(_of_experts(getattr(names.experts, name), block) for name in expert_matrices(block, 1))
-        of_mixer, of_network, around, inputs, beside_it = (
+        projections, of_network, around, inputs, beside_it = (
             tuple(f"{name}.weight" for name in part) for part in (qkv, gate_up, latents, given, beside)
         )
-        return cls(of_mixer, f"{out}.weight", of_network, f"{down}.weight", experts, around, inputs, beside_it)
+        return cls(projections, f"{out}.weight", of_network, f"{down}.weight", experts, around, inputs, beside_it)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:

@@ -55,9 +55,10 @@ def bailingmoe3(values: Metadata, common: Mapping[str, object]) -> Fields:
     size = values.integer("expert_feed_forward_length") * values.integer("expert_shared_count")
     if values.integer(SHARED_SIZE, default=size) != size:
         values.refuse(SHARED_SIZE, f"absent, or {size}, expert_feed_forward_length times expert_shared_count")
+    is_bounded = values.flag("kda.safe_gate", True)
     return _with_states(values, common) | {
-        "kda_safe_gate": values.flag("kda.safe_gate", True),
-        "kda_lower_bound": values.get("kda.gate_lower_bound", number(-1e3, 0.0), None),
+        "kda_safe_gate": is_bounded,
+        "kda_lower_bound": values.get("kda.gate_lower_bound", number(-1e3, 0.0)) if is_bounded else None,
         "num_nextn_predict_layers": len(values.head_layers()),
     }
 

@@ -53,7 +53,8 @@ class Attention:
     keys first, and what it attends to by its matrix of values after that, so all heads attend to one row of `head_dim`
     numbers, `num_kv_heads` being 1, which is both their key and their value. A cache has the row's first half in place
     of a key and the other half in place of a value. qk_norm: of the low-rank rows. The gate is of the heads'
-    output after their matrices of values. No other field but `bias`, `out_bias`, `rope` and `scale` applies.
+    output after their matrices of values. Of the other fields `bias`, `out_bias`, `rope`, `scale`, `gate_function` and
+    `gates_heads` apply.
     """
 
     num_heads: int

@@ -19,6 +19,7 @@ from offload.machine import installed_version
 
 _NEWEST_WITHOUT = (7, 5)  # compute capability: bf16 products and copies past the registers came after it
 _NARROWEST_HEAD = 16
+_LATENT_STEP, _WIDEST_RANK = 32, 512  # of latents that a prefill's program attends to, in two halves
 
 
 @cache
@@ -81,7 +82,10 @@ def prefill_attention(
 ) -> PrefillAttention | None:
     """The attention of a prefill in 16 bits on `device` over pages of `page` tokens: flash-attn's, else Triton's. None:
     torch's operators attend. windows: whether layers have a window; then flash-attn is not used, nor for latents."""
-    call = None if windows or attention.latent is not None else flash(device).call
+    latent = attention.latent
+    if latent is not None and (latent.rank % _LATENT_STEP or latent.rank > _WIDEST_RANK):
+        return None
+    call = None if windows or latent is not None else flash(device).call
     head_dim = attention.head_dim
     if call is not None and head_dim <= WIDEST_HEAD and head_dim % 8 == 0 and page % PAGE_STEP == 0:
         return FlashTiles(call)

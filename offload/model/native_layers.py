@@ -42,6 +42,8 @@ from offload.weights.linear import Linear, Parts
 class _OpenHeads:
     """The gate of latent attention, over its output."""
 
+    attention: Attention
+
 
 _Step = Steps | Attend | _OpenHeads | Recur | Mix | Join | Add | Gate | Scale
 _Prepared = Sequence[_Step]
@@ -97,7 +99,7 @@ class NativeLayers:
                     rows = room.qkv if step.read == "qkv" else self._operands[step.read]
                     mixed = caches.recur(layer, room.widened(step, rows[:num_rows]), step.weights)
                 case _OpenHeads():
-                    room.open_heads(num_rows)
+                    room.open_heads(step.attention, num_rows)
                 case Mix():
                     homes = self._experts[layer]
                     assert homes is not None
@@ -156,7 +158,7 @@ class NativeLayers:
                 before, after = room.mixer_steps(step, weights)
                 found += [*self._call([*products, *before]), step]  # type: ignore[list-item]
                 if isinstance(step, Attend) and step.attention.latent is not None and step.attention.gate:
-                    found += [*self._call(after), _OpenHeads()]
+                    found += [*self._call(after), _OpenHeads(step.attention)]
                     after = []
                 products = after
             self._layers[key] = weights, [*found, *self._call(products)]
@@ -264,10 +266,9 @@ class _Room:
         """Buffers and their parts: of projected rows, and of those with gates and times."""
         return (self.qkv, step.recurrence.parts), (self._rows, step.recurrence.row_parts)
 
-    def open_heads(self, num_rows: int) -> None:
+    def open_heads(self, attention: Attention, num_rows: int) -> None:
         """Multiply the output of latent attention by the function of its gate."""
-        attention, mixed = self._mixer, self.mixed[:num_rows]
-        assert isinstance(attention, Attention)
+        mixed = self.mixed[:num_rows]
         mixed.copy_(gated_heads(attention, mixed, self.qkv[:num_rows, -attention.gate_size :]))
 
     def _latent_steps(self, latent: Latent, heads: int, weights: LayerWeights) -> tuple[list[Step], list[Step]]:

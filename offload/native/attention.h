@@ -317,7 +317,7 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
         latents::score_all<E>(queries, folded, dim, held, count, scores, stride, rest);
         soften_all(a, s, begin, stride, scores, partials, size, masses);
         for (int r = 0; r < folded; r++) {
-            float* total = partials + r * size + 1;
+            float* total = partials + r * size + 1;  // of the rounded weights; masses stay those before
             *total = latents::fill_weights<E>(scores + int64_t(r) * stride, stride, *total);
         }
         for (int half = 0; half < 2; half++)

@@ -116,7 +116,8 @@ void advance(const Delta& d, const Some& some, float* state, const Room& room, i
             pass<N, partial, by_channel, updates, sums>(from, to, rows, lanes, token, next, m);
         };
         if constexpr (!by_channel)
-            if (d.is_mamba) return number < d.count ? by.template operator()<NONE>() : by.template operator()<BY_QUERY>();
+            if (d.is_mamba)
+                return number < d.count ? by.template operator()<NONE>() : by.template operator()<BY_QUERY>();
         number < d.count ? by.template operator()<BY_KEY>() : by.template operator()<ALL>();
     };
     sum_up.template operator()<false>(some.first, some.tokens[0], some.tokens[0]);

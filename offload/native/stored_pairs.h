@@ -27,8 +27,8 @@ INLINE uint64_t with_eighth(uint32_t first, uint32_t second) {
     return with_eighth(_pdep_u64((first & 0xfffffff) | uint64_t(second) << 28, sevens));
 }
 
-// The entries of a block's codes in a grid, as `formats.grids.words` has them: words of 16 bits, whose fields are places
-// of numbers. None of another kind.
+// The entries of a block's codes in a grid, as `formats.grids.words` has them: words of 16 bits, whose fields are
+// places of numbers. None of another kind.
 template <Kind KIND>
 struct Words {
     INLINE Words(const uint8_t*, const Own&) {}

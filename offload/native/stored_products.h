@@ -1,9 +1,9 @@
 // Products of a few rows with a matrix in blocks (stored.h), in fp32: nothing is rounded to the dtype but the rows,
 // which are given so, and the result.
 //
-// - Of GGUF's kinds codes are multiplied (stored_codes.h, stored_pairs.h). A group's part of a product is step * sum(code * x) +
-//   least * sum(x). Rows in bf16 and codes are multiplied in pairs where the processor can; else both are widened to
-//   fp32.
+// - Of GGUF's kinds codes are multiplied (stored_codes.h, stored_pairs.h). A group's part of a product is
+//   step * sum(code * x) + least * sum(x). Rows in bf16 and codes are multiplied in pairs where the processor can; else
+//   both are widened to fp32.
 // - Our own blocks' numbers are rounded to the scale's dtype, so they are computed, and multiplied in fp32.
 //
 // The kind, the dtype and the machine decide, never the number of rows, and a row's sums run in one order: its bits do

@@ -54,8 +54,9 @@ class Conditions:
             status = [path.stat() for path in checkpoint.files()]
         device = torch.device(request.device)
         on_cpu = device.type == "cpu"
-        attentions = dict.fromkeys(block.attention for block in config.blocks if block.attends)
-        kinds = [prefill_attention(device, each, page=placement.page_tokens, windows=False) for each in attentions]
+        attentions = (block.attention for block in config.blocks if block.attends)
+        shapes = {(each.head_dim, each.latent): each for each in attentions}
+        kinds = [prefill_attention(device, each, page=placement.page_tokens, windows=False) for each in shapes.values()]
         rounding = {
             "bits": BITS,
             "triforce": importlib.metadata.version("triforce"),

@@ -4,6 +4,7 @@ layers. The next-token head is a further layer."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from offload.config.families.common import Defaults, Family, epsilon
@@ -30,6 +31,7 @@ _SAID: dict[str, object] = {  # switches, and what is implemented of them
     **dict.fromkeys(("no_kda_lora", "linear_silu", "use_qk_norm", "moe_router_enable_expert_bias"), True),
     **dict.fromkeys(("use_kda_lora", "mtp_use_kda", "use_mla_nope", "use_bias", "use_qkv_bias", "use_nGPT"), False),
     **dict.fromkeys(("scale_router_input", "up_proj_norm", "value_norm"), False),
+    "attention_bias": False,  # the gate of heads has none
     "gated_attention_proj_granularity_type": "head_wise", "group_norm_size": 1, "topk_method": "noaux_tc",
     "score_function": "sigmoid", "scoring_func": "sigmoid",
 }  # fmt: skip
@@ -61,12 +63,13 @@ def describe(source: Fields) -> ModelConfig:
 def _checked(source: Fields) -> Fields:
     for key, wanted in _SAID.items():
         if source.data.get(key) not in (None, wanted):
-            source.refuse(key, f"absent or {wanted} in bailing_hybrid")
+            source.refuse(key, f"absent or {json.dumps(wanted)} in bailing_hybrid")
     for key, other in _SAME.items():
         if source.data.get(key) not in (None, source.data.get(other)):
             source.refuse(key, f"absent, or {source.data.get(other)} as {other} is")
     for key in _LIMITS:
-        if any(source.data.get(key) or ()):
+        limits = source.data.get(key) or []
+        if not isinstance(limits, list) or any(limits):
             source.refuse(key, "absent or 0 in all layers: gates and ups that are cut off are not implemented")
     return source
 

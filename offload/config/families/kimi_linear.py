@@ -3,6 +3,7 @@ Delta Attention), the others latent attention without positions; a mixture of ex
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -42,7 +43,7 @@ def describe(source: Fields) -> ModelConfig:
     source = _with_states_fields(aliased(source, ALIASES))
     for key, wanted in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid"), (_PERIOD, 1)):
         if source.data.get(key) not in (None, wanted):
-            source.refuse(key, f"absent or {wanted} in kimi_linear")
+            source.refuse(key, f"absent or {json.dumps(wanted)} in kimi_linear")
     if source.get("num_nextn_predict_layers", whole(), 0):
         source.refuse("num_nextn_predict_layers", "absent or 0 in kimi_linear: no such head is known")
     unrotated = source.changed(dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters")))

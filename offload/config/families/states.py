@@ -43,10 +43,12 @@ def read_channel_rule(source: Fields, *, low_rank: bool, norm: Norm, least: floa
     """The delta rule of all layers with a state, in which each channel of a key decays by itself (Kimi Delta
     Attention). low_rank: gates and times are of the heads' size first. least: see `DeltaRule`."""
     heads, dim = (source.integer(f"linear_{what}", 1 << 12, default=given) for what, given in _CHANNEL_SIZES.items())
-    sizes = {f"linear_num_{kind}_heads": heads for kind in ("key", "value")}
-    sizes |= {f"linear_{kind}_head_dim": dim for kind in ("key", "value")}
+    for kind in ("key", "value"):
+        for field, size in ((f"linear_num_{kind}_heads", heads), (f"linear_{kind}_head_dim", dim)):
+            if source.data.get(field) not in (None, size):
+                source.refuse(field, f"absent, or {size} as of all heads")
     return read_delta_rule(
-        source.changed(sizes), key_heads=heads, heads=heads, key_dim=dim, value_dim=dim, norm=norm, gate="sigmoid",
+        source, key_heads=heads, heads=heads, key_dim=dim, value_dim=dim, norm=norm, gate="sigmoid",
         by_channel=True, least=least, low_rank=dim if low_rank else 0,
     )  # fmt: skip
 

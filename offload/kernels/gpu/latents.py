@@ -43,8 +43,9 @@ class LatentTiling:
 
 
 class LatentTiles:
-    """`PrefillAttention` over tiles [2, P, 1, S, D / 2] of latents, with S a multiple of PAGE_STEP, D of 32, any
-    strides, and contiguous halves. Of the output, numbers where queries are rotated are 0: they are no values."""
+    """`PrefillAttention` over tiles [2, P, 1, S, D / 2] of latents, with S a multiple of PAGE_STEP, D of 32, a rank of
+    32 up to 512, any strides, and contiguous halves. Of the output, numbers where queries are rotated are 0: they are
+    no values."""
 
     def block(self, rows: Tensor, first: int, scoring: Scoring, window: int | None = None) -> LatentBlock:
         assert scoring.joined

@@ -18,9 +18,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
-from kit.families import TINY, random_tiny, save_tiny
+from kit.families import TINY, save_tiny
 from kit.gguf_models import write_gguf
-from kit.models import Sizes, load, random_tokens, resident_rows, target_cache
+from kit.models import Sizes, load, random_tokens, target_cache
 from kit.processor import best, built, on_this_machine, threads
 from kit.stored import made_up
 from offload.config.block import Block
@@ -37,8 +37,6 @@ from offload.kernels.operators import OperatorAttention
 from offload.kernels.products import Step, Steps, divided, room_to_widen
 from offload.kernels.rope import RopeTable, Scoring
 from offload.kernels.runs import Rows, Run, RunAttention
-from offload.model.level import Level
-from offload.model.passes import forward
 from offload.plan.shards import Shard
 from offload.weights.linear import by_heads
 from test_parity import assert_same_logits, in_prefill
@@ -277,29 +275,6 @@ def test_scores_with_a_bias_are_sigmoids_whatever_an_old_file_says(tmp_path: Pat
     experts = read_config(path).experts
     assert experts is not None
     assert (experts.scoring, experts.bias) == ("sigmoid", "ranks")
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("drafts", [1, 3, 8, 64])
-@pytest.mark.parametrize(
-    "name", ["glm4_moe_lite", "mistral4", "deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid"]
-)
-def test_after_rejected_drafts_logits_are_those_of_transformers(tmp_path: Path, name: str, drafts: int) -> None:
-    """Rejections at every place in turn."""
-    tokens, at = random_tokens(170), 66
-    with torch.inference_mode():
-        theirs = random_tiny(name)(torch.tensor([tokens])).logits[0]
-    decoder = load(save_tiny(name, tmp_path))
-    cache = target_cache(decoder, SIZES)
-    decoder.prefill(cache, tokens[:at], resident_rows(decoder, 32))
-    level, good = Level("target", decoder, cache, vocab_size=decoder.config.vocab_size, block=SIZES.block), 0
-    while at + drafts < len(tokens) and good <= drafts:
-        wrong = [(token + 1) % 50 for token in tokens[at + 1 + good : at + 1 + drafts]]
-        logits = forward(level, [*tokens[at : at + 1 + good], *wrong], drafts + 1)[: good + 1]
-        assert_same_logits(logits, theirs[at : at + 1 + good])
-        at += 1 + good
-        cache.truncate(at)
-        good = (good + 1 + drafts // 16) % (drafts + 1)
 
 
 def _small(folder: Path) -> None:

@@ -843,16 +843,20 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
         return False  # it only scales what is normed again
     if config.block.attention.latent is not None and flag in NOT_LATENT:
         return False
+    if flag == "sink_logits" and any(each.beside for each in config.blocks):
+        return False  # attention beside a recurrence has none
+    if flag == "weighs_rotated" and any(each.attends and each.attention.shares for each in config.blocks):
+        return False  # a layer that shares keys has no weights of them
     if flag in ("experts.factor", "renormalised", "scales_sum") and config.block.after_experts:
         return False  # as this does
     if flag in ("experts.eps", "floored") and not (
         config.experts and config.experts.renormalised and config.experts.scoring == "sigmoid"
     ):
-        return config.experts is not None and config.experts.needs_softmax
+        return config.experts is not None and config.experts.needs_softmax and config.experts.renormalised
     if flag == "side_by_side" and any(isinstance(each.mixer, NoMixer) for each in config.blocks):
         return False
     if flag == "averaged":
-        sums = [each for each in config.blocks if each.experts and each.feed_forward.size]
+        sums = [each for each in config.blocks if each.experts and each.feed_forward.size and not each.has_latents]
         return any(not (each.joins_normed or each.after_feed_forward) for each in sums)
     one_of_all = config.experts is not None and config.experts.used == 1 and config.experts.renormalised
     if flag in ("scoring", "score_scale", "score_cap", "bias of ranks", "eps before_router") and one_of_all:

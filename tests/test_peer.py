@@ -186,6 +186,13 @@ MAMBA: dict[str, dict[str, object]] = {
 REAL = "TRIFORCE_TEST_LLAMA_CPP"  # the folder of an environment that has xllamacpp
 
 
+@pytest.fixture
+def environment() -> str:
+    """The folder that REAL names; a test is skipped without one."""
+    found = os.environ.get(REAL)
+    return found or pytest.skip(f"{REAL} names no environment that has xllamacpp")
+
+
 def model_folder(folder: Path, family: str = "llama-gqa", **fields: object) -> Path:
     return save(random_model(family, **fields), folder / "model", tokenizer=True)
 
@@ -383,10 +390,8 @@ class TestWheel:
         assert isinstance(wheel_python("none"), TriforceError)
 
     @pytest.mark.parametrize(("family", "fields"), CASES)
-    def test_llama_cpp_writes_what_we_write(self, tmp_path, monkeypatch, family, fields):
+    def test_llama_cpp_writes_what_we_write(self, environment, tmp_path, monkeypatch, family, fields):
         """fp32 throughout, so that only the arithmetic is compared."""
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "cache"))
         model = model_folder(tmp_path, family, vocab_size=TOKENIZER_SIZE, eos_token_id=TOKENIZER_SIZE - 1, **fields)
         prompt = random_tokens(150, vocabulary=256)
@@ -406,10 +411,8 @@ class TestWheel:
 
     @pytest.mark.parametrize("name", STATES)
     @pytest.mark.parametrize("length", [3, 150])
-    def test_llama_cpp_writes_what_we_write_of_a_file_with_states(self, tmp_path, name, length):
+    def test_llama_cpp_writes_what_we_write_of_a_file_with_states(self, environment, tmp_path, name, length):
         """Keys and values of one size, as it wants them."""
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
         fields = {
             "vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 32,
@@ -418,25 +421,19 @@ class TestWheel:
         assert_same_text(environment, save_tiny("qwen3_5", tmp_path / "model", tokenizer=True, **fields), length)
 
     @pytest.mark.parametrize("name", SEEING)
-    def test_llama_cpp_writes_what_we_write_of_the_text_of_a_model_that_sees_pictures(self, tmp_path, name):
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+    def test_llama_cpp_writes_what_we_write_of_texts_of_a_model_that_sees_pictures(self, environment, tmp_path, name):
         folder = save_tiny(name, tmp_path / "model", tokenizer=True, **SEEING[name])
         assert_same_text(environment, folder, 150)
 
     @pytest.mark.parametrize("length", [3, 150])
     @pytest.mark.parametrize("name", MIXTURES)
-    def test_llama_cpp_writes_what_we_write_of_a_mixture(self, tmp_path, name, length):
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+    def test_llama_cpp_writes_what_we_write_of_a_mixture(self, environment, tmp_path, name, length):
         folder = save_tiny(name, tmp_path / "model", tokenizer=True, **MIXTURES[name])
         assert_same_text(environment, folder, length)
 
     @pytest.mark.parametrize("pre", sorted({make: name for name, make in CUTS.items()}.values()))  # one of each kind
-    def test_llama_cpp_has_the_ids_that_we_have(self, tmp_path, pre):
+    def test_llama_cpp_has_the_ids_that_we_have(self, environment, tmp_path, pre):
         """Of 200 texts, with merges across all kinds of characters, which tell cuts apart."""
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         random, letters = Random(pre), [each for each in LETTERS if each not in UNLIKE.get(pre, ())]
         texts = [normalize("NFC", "".join(random.choices(letters, k=random.randint(1, 30)))) for _ in range(200)]
         trained = merged_across(texts)
@@ -454,50 +451,38 @@ class TestWheel:
 
     @pytest.mark.parametrize("joins_states", [False, True])
     @pytest.mark.parametrize("length", [3, 150])
-    def test_llama_cpp_writes_what_we_write_of_qwen3_next(self, tmp_path, length, joins_states):
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+    def test_llama_cpp_writes_what_we_write_of_qwen3_next(self, environment, tmp_path, length, joins_states):
         folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
         assert_same_text(environment, folder, length, joins_states=joins_states)
 
     @pytest.mark.parametrize("name", GEMMA4)
     @pytest.mark.parametrize("length", [1, 3, 150])
-    def test_llama_cpp_writes_what_we_write_of_gemma4(self, tmp_path, length, name):
+    def test_llama_cpp_writes_what_we_write_of_gemma4(self, environment, tmp_path, length, name):
         """E2B and E4B among them: caches of other layers, and inputs of layers from a table."""
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **GEMMA4[name]), length)
 
     @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
     @pytest.mark.parametrize("length", [1, 3, 150])
-    def test_llama_cpp_writes_what_we_write_of_short_convolutions(self, tmp_path, length, name):
+    def test_llama_cpp_writes_what_we_write_of_short_convolutions(self, environment, tmp_path, length, name):
         """Heads that are as wide as rows together, as it wants them."""
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         fields = {"vocab_size": TOKENIZER_SIZE, "eos_token_id": TOKENIZER_SIZE - 1, "hidden_size": 64, "head_dim": 16}
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **fields), length)
 
     @pytest.mark.parametrize("name", LATENT)
     @pytest.mark.parametrize("length", [3, 150])
-    def test_llama_cpp_writes_what_we_write_of_latent_attention(self, tmp_path, length, name):
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+    def test_llama_cpp_writes_what_we_write_of_latent_attention(self, environment, tmp_path, length, name):
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **LATENT[name]), length)
 
     @pytest.mark.parametrize("name", BY_CHANNEL)
     @pytest.mark.parametrize("length", [1, 3, 150])
-    def test_llama_cpp_writes_what_we_write_of_states_that_decay_by_channel(self, tmp_path, length, name):
+    def test_llama_cpp_writes_what_we_write_of_states_that_decay_by_channel(self, environment, tmp_path, length, name):
         """In layers between some of latent attention."""
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
         folder = save_tiny(name, tmp_path / "model", tokenizer=True, **BY_CHANNEL[name])
         assert_same_text(environment, folder, length)
 
     @pytest.mark.parametrize("name", MAMBA)
     @pytest.mark.parametrize("length", [3, 150])
-    def test_llama_cpp_writes_what_we_write_of_mamba_2(self, tmp_path, length, name):
-        if not (environment := os.environ.get(REAL)):
-            pytest.skip(f"{REAL} names no environment that has xllamacpp")
+    def test_llama_cpp_writes_what_we_write_of_mamba_2(self, environment, tmp_path, length, name):
         assert_same_text(environment, save_tiny(name, tmp_path / "model", tokenizer=True, **MAMBA[name]), length)
 
 

@@ -18,7 +18,7 @@ from offload.config.matrices import (
     expert_vectors,
     layer_parts,
 )
-from offload.config.mixers import Attention, DeltaRule, HeadStates, Latent, ShortConvolution
+from offload.config.mixers import LOW_RANK_PARTS, Attention, DeltaRule, HeadStates, Latent, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
@@ -229,7 +229,7 @@ def _of_low_rank(whole: ModelConfig, shard: Shard, operator: str) -> Source:
     """The source of the matrix of a delta rule's gates, or of its times."""
     delta, rows = whole.block.recurrence, recurrence_rows(whole, shard)
     assert isinstance(delta, DeltaRule)
-    own = rows[-1] if operator == "times_b" else rows[3]
+    own = rows[LOW_RANK_PARTS[LOW_RANK.index(operator)]]
     return Source(f"{getattr(whole.names.recurrence, operator)}.weight", own, range(delta.low_rank))
 
 
@@ -271,8 +271,7 @@ def _projected_rows(whole: ModelConfig, shard: Shard) -> list[range]:
     states, rows = whole.block.recurrence, recurrence_rows(whole, shard)
     if not isinstance(states, DeltaRule) or not states.low_rank:
         return rows
-    low = range(states.low_rank)
-    return [*rows[:3], low, rows[4], low]
+    return [range(states.low_rank) if part in LOW_RANK_PARTS else own for part, own in enumerate(rows)]
 
 
 def _of_parts(whole: ModelConfig, names: Sequence[str], rows: Sequence[range]) -> Iterator[Source]:

@@ -25,7 +25,7 @@ from offload.config.networks import Experts, FeedForward
 from offload.config.norm import Norm
 from offload.formats.encodings import ENCODINGS
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, ExpertHomes, Mixture, Room, Router
+from offload.kernels.experts import Bank, Batch, ExpertHomes, Mixture, Room, Router
 from offload.kernels.gpu import expert_programs
 from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
@@ -114,11 +114,11 @@ class InBatches:
     def bank(self) -> Bank:
         return self.whole.bank
 
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
         for part in chosen.unique().long().flip(0).split(self.size):
             places = torch.full((len(self.bank.places),), -1, dtype=torch.int32)
             places[part] = part.int()
-            yield places
+            yield Batch(self.bank, places)
 
 
 @pytest.mark.few(2)

@@ -143,7 +143,7 @@ def test_plans_expect_no_more_hits_than_there_are_slots() -> None:
 def test_experts_that_are_there_are_used_while_others_arrive(homes: Homes) -> None:
     with streamed(homes, 8) as given:
         list(given[1].batches(torch.tensor([2, 5])))
-        batches = [(each >= 0).nonzero()[:, 0].tolist() for each in given[1].batches(torch.tensor([5, 1, 2, 7]))]
+        batches = [(each.places >= 0).nonzero()[:, 0].tolist() for each in given[1].batches(torch.tensor([5, 1, 2, 7]))]
     assert batches == [[2, 5], [1, 7]]
 
 
@@ -153,8 +153,8 @@ def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None
     slots = slots_of(link, 4)
     own = module.StreamedExperts(homes.of_host[0], slots, layout)
     slots.fetch({(0, 6): homes.of_host[0][6]})  # begun, and not waited for
-    (places,) = own.batches(torch.tensor([6]))
-    assert torch.equal(slots.content[int(places[6]), : layout.num_bytes], homes.of_host[0][6])
+    (batch,) = own.batches(torch.tensor([6]))
+    assert torch.equal(slots.content[int(batch.places[6]), : layout.num_bytes], homes.of_host[0][6])
     link.close()
 
 
@@ -195,8 +195,8 @@ def test_on_a_gpu_copies_and_computation_are_ordered(
 def test_padding_brings_no_expert(homes: Homes) -> None:
     """Its number is that of all experts."""
     with streamed(homes, 8) as given:
-        (places,) = given[0].batches(torch.tensor([[8, 2], [5, 8]]))
-        assert (places >= 0).nonzero()[:, 0].tolist() == [2, 5]
+        (batch,) = given[0].batches(torch.tensor([[8, 2], [5, 8]]))
+        assert (batch.places >= 0).nonzero()[:, 0].tolist() == [2, 5]
         assert list(given[0].batches(torch.tensor([8, 8]))) == []
         assert given[0].stats.misses == 2
 
@@ -274,5 +274,5 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
 def test_a_resident_experts_place_is_its_number() -> None:
     layout = layout_of(config_of(EXPERTS), torch.bfloat16)
     resident = ResidentExperts(bank_of(layout, torch.zeros(8, layout.num_bytes, dtype=torch.uint8)))
-    (places,) = resident.batches(torch.tensor([[3, 1]]))
-    assert places.tolist() == [*range(8)]
+    (batch,) = resident.batches(torch.tensor([[3, 1]]))
+    assert batch.places.tolist() == [*range(8)]

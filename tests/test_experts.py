@@ -23,7 +23,7 @@ from offload.config.networks import Experts, FeedForward
 from offload.config.norm import Norm
 from offload.formats.stored import StoredMatrix
 from offload.kernels import experts as twin
-from offload.kernels.experts import Bank, Mixture, Router, chosen
+from offload.kernels.experts import Bank, Batch, Mixture, Router, chosen
 from offload.kernels.experts_cpu import MOST_ROWS, scratch_bytes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
@@ -233,13 +233,13 @@ def test_an_expert_that_is_in_no_batch_of_a_row_is_not_asked_for() -> None:
         def bank(self) -> Bank:
             return self.whole.bank
 
-        def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        def batches(self, chosen: Tensor) -> Iterator[Batch]:
             wanted = chosen.unique()
             assert len(wanted) < 12
             for part in wanted.flip(0).split(self.size):
                 places = torch.full((12,), -1, dtype=torch.int32)
                 places[part] = part.int()
-                yield places
+                yield Batch(self.whole.bank, places)
 
     for executor in ("torch", *on_this_machine()):
         given = scene(Experts(FeedForward(48), 12, 2), torch.bfloat16, 4)
@@ -261,7 +261,7 @@ def test_padding_runs_through_no_expert(run: Run) -> None:
         def bank(self) -> Bank:
             return self.homes.bank
 
-        def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+        def batches(self, chosen: Tensor) -> Iterator[Batch]:
             chosen_ones.extend(chosen.unique().tolist())
             return self.homes.batches(chosen)
 

@@ -25,7 +25,7 @@ from kit.processor import built, on_this_machine, threads
 from offload.config.networks import Experts, FeedForward, Scoring
 from offload.config.norm import Norm
 from offload.kernels import experts_cpu
-from offload.kernels.experts import Bank, ExpertWeights, Mixture, Router, chosen, run_experts
+from offload.kernels.experts import Bank, Batch, ExpertWeights, Mixture, Router, chosen, run_experts
 from offload.kernels.norms import NormWeights
 
 COUNT, USED, HIDDEN, SIZE, ROWS = 12, 4, 64, 32, 37
@@ -65,9 +65,9 @@ class Homes:
     bank: Bank
     asked: list[Tensor] = field(default_factory=list)
 
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
         self.asked.append(chosen.long().clone())
-        yield torch.arange(len(self.bank.places), dtype=torch.int32)
+        yield Batch(self.bank, torch.arange(len(self.bank.places), dtype=torch.int32))
 
 
 def random_of(*shape: int, seed: int = 0) -> Tensor:

@@ -71,6 +71,15 @@ class Bank:
         return self.content.shape[1]
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Experts of a layer in a bank. places: int32 [experts] on the bank's device, the place of each of the layer's
+    experts, or -1 for one that is not in the batch."""
+
+    bank: Bank
+    places: Tensor
+
+
 class Room:
     """Memory on a device that the layers of a model use in turns: graphs of their passes would else own some for each
     layer."""
@@ -87,8 +96,8 @@ class Room:
 
 
 class ExpertHomes(Protocol):
-    """The experts of one layer, wherever they are, and their bank on the device. room: for what the host works with
-    once it knows which experts were chosen; None where it need not know."""
+    """The experts of one layer, wherever they are. bank: where most of their batches are. room: for what the host works
+    with once it knows which experts were chosen; None where it need not know."""
 
     @property
     def bank(self) -> Bank: ...
@@ -96,11 +105,10 @@ class ExpertHomes(Protocol):
     @property
     def room(self) -> Room | None: ...
 
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
-        """Bring the experts `chosen`, any integers [...], to the bank, each in one of several batches: of a batch the
-        place of each of the layer's experts, int32 [experts] on the bank's device, or -1 for one that is not in it. A
-        batch is in its places until the next one is asked for. The number of all experts among the chosen ones stands
-        for none."""
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
+        """The experts `chosen`, any integers [...], each in one of several batches, in the device's bank or in one in
+        host memory, where the CPU runs them. A batch is in its places until the next one is asked for. The number of
+        all experts among the chosen ones stands for none."""
         ...
 
 
@@ -218,13 +226,13 @@ def run_experts(
         found = found.where(real[:, None], experts.count)
     made = rows.new_zeros(*found.shape, read.shape[1])
     for batch in homes.batches(found):
-        for expert, at in enumerate(batch.tolist()):
+        for expert, at in enumerate(batch.places.tolist()):
             if at < 0:
                 continue
             row, place = (found == expert).nonzero(as_tuple=True)
             if not len(row):
                 continue
-            weights, own = homes.bank.places[at], read[row]
+            weights, own = batch.bank.places[at], read[row]
             block = len(own) if blocks is None else blocks[0]
             filled = pad(own, (0, 0, 0, -len(own) % block))
             through = [_through(experts.network, weights, multiply, part) for part in filled.split(block)]

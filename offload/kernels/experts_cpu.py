@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.config.networks import Experts
 from offload.formats.layout import EXPERT_ALIGNMENT
-from offload.kernels.experts import ExpertHomes, Mixture
+from offload.kernels.experts import Bank, ExpertHomes, Mixture
 from offload.kernels.products import Step, address, structure_of, widened_floats
 from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
@@ -101,7 +101,6 @@ def _run(
     kernels: Library,
 ) -> None:
     experts, router, norm = mixture.experts, mixture.router, mixture.norm
-    network, first = experts.network, homes.bank.places[0]
     read, own_norm = (rows, norm) if latents is None else (latents, None)
     assert rows.shape[1] % EXPERT_ALIGNMENT == read.shape[1] % EXPERT_ALIGNMENT == 0
     assert read.is_contiguous()
@@ -110,20 +109,26 @@ def _run(
     assert router.matrix.dtype == torch.float32
     assert beside is None or beside.is_contiguous()
     inner, made, first_widened, second_widened, inner_widened, *others = scratch
-    gate = Step(read, first.up, first.gate_up_bias, inner, own_norm, "activate", activation=network.activation)
-    if first.gate is not None:
-        gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
-    down = Step(inner, first.down, first.down_bias, made)
+
+    def products_in(bank: Bank) -> tuple[Step, native.Product, native.Product]:
+        first = bank.places[0]
+        gate = Step(read, first.up, first.gate_up_bias, inner, own_norm, "activate", activation=activation)
+        if first.gate is not None:
+            gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
+        down = structure_of(Step(inner, first.down, first.down_bias, made), (inner_widened, inner_widened))
+        return gate, structure_of(gate, (first_widened, second_widened)), down
+
+    bank, activation = homes.bank, experts.network.activation
+    gate, *products = products_in(bank)
     structure = native.Experts(
         structure_of(replace(gate, x=rows, norm=router.norm or norm), (first_widened, second_widened)),
-        structure_of(gate, (first_widened, second_widened)),
-        structure_of(down, (inner_widened, inner_widened)),
+        *products,
         None,
         *(address(each) for each in (router.matrix, router.bias, router.scale)),
         *(each.data_ptr() for each in others),
         address(beside),
         out.data_ptr(),
-        homes.bank.step,
+        bank.step,
         experts.count,
         experts.num_scores,
         experts.used,
@@ -148,6 +153,10 @@ def _run(
     kernels.library.route(dtype, at, len(rows), threads)
     found = others[-2].view(len(rows), experts.used)
     for batch in homes.batches(found):
-        structure.bank_place = batch.data_ptr()
+        if batch.bank is not bank:
+            bank = batch.bank
+            _, structure.gate_up, structure.down = products_in(bank)
+            structure.step = bank.step
+        structure.bank_place = batch.places.data_ptr()
         kernels.library.run_experts(dtype, at, threads)
     kernels.library.sum_experts(dtype, at, len(rows), threads)

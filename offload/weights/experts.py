@@ -14,7 +14,7 @@ from offload.config.matrices import expert_matrices, expert_vectors
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
-from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix, Room
+from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Matrix, Room
 from offload.metrics import ExpertStats
 from offload.plan.shards import ALONE, Shard
 from offload.speed.routing import SHARED_SLOTS, cpu_layers
@@ -97,9 +97,9 @@ class ResidentExperts:
         self.bank = bank
         self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
 
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. All experts are in one batch."""
-        yield self._places
+        yield Batch(self.bank, self._places)
 
 
 class ExpertSlots:
@@ -157,13 +157,13 @@ class StreamedExperts:
         self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
         self._homes, self._slots, self._layer = homes, slots, layer
 
-    def batches(self, chosen: Tensor) -> Iterator[Tensor]:
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. The first batch has the experts that are in slots, while the others cross the link; each
         further one has a few of the others."""
         for slots in self._batches(chosen.cpu().unique().tolist()):
             places = torch.full((len(self._homes),), -1, dtype=torch.int32)
             places[[number for _, number in slots]] = torch.tensor([*slots.values()], dtype=torch.int32)
-            yield sent(places, self._slots.content.device)
+            yield Batch(self.bank, sent(places, self._slots.content.device))
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[dict[Expert, int]]:
         """The slots of the experts of each batch."""

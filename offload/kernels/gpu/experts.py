@@ -12,7 +12,7 @@ from offload.config.networks import Activation, Experts
 from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of
-from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
+from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
     arrange_pairs,
@@ -106,9 +106,9 @@ def _run(
     normed = normed if room is None else room.take("normed", normed).copy_(normed)
 
     def multiply() -> None:
-        for places in homes.batches(chosen):
-            _inner(experts, first, lines, places, homes.bank, normed, inner)
-            _multiply(_Products(first.down, first.down_bias), lines, places, homes.bank, inner, made)
+        for batch in homes.batches(chosen):
+            _inner(experts, first, lines, batch, normed, inner)
+            _multiply(_Products(first.down, first.down_bias), lines, batch, inner, made)
 
     if room is None:
         multiply()
@@ -198,32 +198,30 @@ def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None)
     return Lines(pair_of, expert_of, rows)
 
 
-def _inner(
-    experts: Experts, first: ExpertWeights, lines: Lines, places: Tensor, bank: Bank, rows: Tensor, inner: Tensor
-) -> None:
+def _inner(experts: Experts, first: ExpertWeights, lines: Lines, batch: Batch, rows: Tensor, inner: Tensor) -> None:
     """Fill inner [pairs, size] for the experts in a batch. Gate and up in two encodings are multiplied apart."""
     gate, up, bias, used = first.gate, first.up, first.gate_up_bias, experts.used
     activation = experts.network.activation
     if gate is None or _encoding(gate) == _encoding(up):
-        _multiply(_Products(up, bias, used, gate, activation), lines, places, bank, rows, inner)
+        _multiply(_Products(up, bias, used, gate, activation), lines, batch, rows, inner)
         return
     both = torch.empty(len(inner), 2 * inner.shape[1], dtype=inner.dtype, device=inner.device)
     biases = (None, None) if bias is None else bias.chunk(2)
     for matrix, own, out in zip((gate, up), biases, both.chunk(2, 1), strict=True):
-        _multiply(_Products(matrix, own, used), lines, places, bank, rows, out)
+        _multiply(_Products(matrix, own, used), lines, batch, rows, out)
     inner.copy_(gated(both, activation))  # of other batches' pairs, too, whose rows do not count
 
 
-def _multiply(of: _Products, lines: Lines, places: Tensor, bank: Bank, rows: Tensor, out: Tensor) -> None:
+def _multiply(of: _Products, lines: Lines, batch: Batch, rows: Tensor, out: Tensor) -> None:
     """Fill the rows of out, [pairs, outputs] by its stride, of pairs whose experts are in a batch."""
-    (outputs, inputs), weight = of.weight.shape, of.weight
+    (outputs, inputs), weight, bank = of.weight.shape, of.weight, batch.bank
     bias = of.bias if of.bias is None or of.gate is None else of.bias[outputs:]
     offsets = [0 if each is None else _offset(each, bank) for each in (of.gate, weight, bias)]
     ending = {
         "GATED": of.gate is not None, "ADDED": bias is not None, "ROWS": lines.rows,
         "ACTIVATION": -1 if of.activation is None else NUMBERS[of.activation], "WIDEN": not rows.is_cuda,
     }  # fmt: skip
-    given = rows, lines.pair_of, lines.expert_of, places, bank.content
+    given = rows, lines.pair_of, lines.expert_of, batch.places, bank.content
     sizes = outputs, bank.step, *offsets, out.stride(0)
     tiles = len(lines.expert_of)
     if isinstance(weight, StoredMatrix):

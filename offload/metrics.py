@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 
@@ -87,15 +87,17 @@ class LevelStats:
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """Counters of experts on the host that layers wanted: those that were on the device already, and those that crossed
-    the link. An expert counts once in a pass over a layer, or in each block of a prefill."""
+    """Counters of experts on the host that layers wanted: those that were on the device already, and those that were
+    not, of which the CPU ran some. An expert counts once in a pass over a layer, or in each block of a prefill.
+    fetched_bytes: over the link, those of experts that followed the CPU's work among them."""
 
     hits: int = 0
     misses: int = 0
     fetched_bytes: int = 0
+    by_cpu: int = 0
 
     def __add__(self, other: ExpertStats) -> ExpertStats:
-        return ExpertStats(self.hits + other.hits, self.misses + other.misses, self.fetched_bytes + other.fetched_bytes)
+        return ExpertStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def hit_rate(self) -> float | None:
@@ -104,9 +106,7 @@ class ExpertStats:
 
     def __sub__(self, earlier: ExpertStats) -> ExpertStats:
         """The counts since `earlier`."""
-        return ExpertStats(
-            self.hits - earlier.hits, self.misses - earlier.misses, self.fetched_bytes - earlier.fetched_bytes
-        )
+        return ExpertStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass

@@ -473,6 +473,17 @@ def test_citations_are_judged_by_every_rule(run: Run) -> None:
     assert all(f"\n{rule}" in table for rule in ("questions", "at random", *shared["rules"]))
 
 
+def test_a_split_is_compared_with_the_link_and_whole_layers(run: Run) -> None:
+    written, table = run("split.py", "--tokens", "4", "--layers", "2", "--cpu-gbps", "25", "--slow", "1")
+    _, rows = read(written)
+    assert [(each["share"], each["policy"]) for each in rows] == [
+        (share, policy) for share in (0.2, 0.4, 0.6) for policy in ("link", "layers", "split")
+    ]
+    assert all(each["milliseconds"] > 0 for each in rows)
+    assert all((each["by_cpu"] > 0) == (each["policy"] == "split") for each in rows)
+    assert "of the better" in table
+
+
 def test_routing_counts_what_the_rows_of_a_text_choose(run: Run, tmp_path: Path) -> None:
     """Of a random mixture. Where all experts have slots, nothing crosses the link twice."""
     model = save_tiny("qwen3_moe", tmp_path / "model", tokenizer=True, vocab_size=TOKENIZER_SIZE, eos_token_id=None)

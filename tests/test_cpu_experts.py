@@ -17,6 +17,7 @@ from kit.processor import best
 from offload.config.block import Encodings
 from offload.config.model import ModelConfig, llama_shaped
 from offload.config.networks import Experts, FeedForward
+from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
@@ -28,11 +29,14 @@ from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
 from offload.plan.sizing import Sizing
-from offload.speed.cpu_pass import CpuPass
+from offload.speed.cpu_pass import CpuPass, shares_experts
 from offload.speed.curves import ROWS, Curve, Curves
 from offload.speed.hardware import RTX_4090, Hardware
 from offload.speed.routing import distinct_experts
-from offload.weights.experts import HostExperts, StreamedExperts
+from offload.transfer.link import PacedLink
+from offload.transfer.memory import Memory
+from offload.weights.checkpoint import Checkpoint
+from offload.weights.experts import HostExperts, StreamedExperts, in_prefill, load_experts
 from offload.worker import curve_timer
 from offload.worker.curve_timer import timed
 from test_experts import Scene, scene
@@ -124,6 +128,35 @@ class TestThePlan:
         again = replace(Request(MIXTURE, None, Options(), linked(100.0)), given=made).plan(**sizes)
         assert again.placement.cpu_experts == made.placement.cpu_experts == NUM_LAYERS
 
+    def test_shares_all_layers_whose_experts_both_give_the_same_bits(self) -> None:
+        """Then every layer has slots, and misses are shared as is soonest done."""
+        options = Options(dtype="bf16"), Options(dtype="bf16", cpu_experts=0)
+        made, none = (planned(linked(25.0), each) for each in options)
+        assert (made.placement.cpu_experts, none.placement.cpu_experts) == (NUM_LAYERS, 0)
+        assert (made.placement.shares_experts, none.placement.shares_experts) == (True, False)
+        assert made.placement.expert_slots == none.placement.expert_slots
+        assert made.predicted.missed_bytes == none.predicted.missed_bytes > 0
+        waits, fewer = (each.predicted.full_pass_seconds for each in (none, made))
+        assert none.predicted.missed_bytes / 25e9 < waits
+        assert 0.3 * waits < fewer < 0.8 * waits
+
+    def test_shares_as_many_layers_as_are_asked_for(self) -> None:
+        seconds = [
+            planned(linked(25.0), Options(dtype="bf16", cpu_experts=number, speculation=False)).predicted
+            for number in (0, 6, 12, 24)
+        ]
+        found = [each.full_pass_seconds for each in seconds]
+        assert found == sorted(found, reverse=True)
+        assert len({*found}) == 4
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    @pytest.mark.parametrize("encodings", [("Q4_0", "Q4_0", "INT4_F16/64"), ("", "", "")])
+    def test_shares_no_layer_whose_bits_differ(self, encodings: tuple[str, ...], dtype: str) -> None:
+        for model in (mixture(*encodings), MIXTURE if dtype == "fp32" else mixture(*encodings)):
+            assert not shares_experts(model, linked(25.0), dtype)
+        assert shares_experts(MIXTURE, linked(25.0), "bf16")
+        assert not shares_experts(MIXTURE, linked(25.0, has_kernels=False), "bf16")
+
     def test_refuses_what_no_cpu_can_run(self) -> None:
         with pytest.raises(UsageError, match="cpu-experts is 3 and this CPU has no kernels"):
             planned(linked(25.0, packs=False), Options(cpu_experts=3))
@@ -179,17 +212,28 @@ def test_text_is_the_same_wherever_experts_run(
     found, engine, allocated = said(folder, sampling, offload=WEIGHTS, **options)
     assert found == expected
     placement, stats = engine.plan.placement, engine.stats.decode_link.experts
+    assert placement.shares_experts
     for purpose, tier in (("expert slots", placement.device_bytes), ("target experts", placement.host_bytes)):
         assert allocated[purpose] == tier[purpose]
-    assert (stats.hits + stats.misses == 0) == (options["cpu_experts"] == 99)
+    assert 0 < stats.by_cpu <= stats.misses
 
 
-def test_the_last_layers_are_the_cpus(folders: Callable[[str], Path]) -> None:
-    best()
-    folder = folders("glm4_moe")  # its first layer has no experts
-    _, engine, _ = said(folder, SamplingParams(temperature=0.0), offload=WEIGHTS, cpu_experts=1)
-    kinds = [type(each) for each in engine.worker.target.weights.experts]
-    assert kinds == [type(None), StreamedExperts, HostExperts]
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_layers_are_the_cpus(shared: bool, folders: Callable[[str], Path]) -> None:
+    folder, memory, link = folders("glm4_moe"), Memory(torch.device("cpu")), PacedLink(None)
+    config = read_config(folder)  # its first layer has no experts
+    given = {"dtype": torch.bfloat16, "name": "target", "link": link, "slots": 2, "on_bytes": lambda num_bytes: None}
+    with Checkpoint.open(folder) as checkpoint:
+        found = load_experts(checkpoint, config, memory, on_cpu=1, shared=shared, **given)
+    assert [type(each) for each in found] == [type(None), StreamedExperts, StreamedExperts if shared else HostExperts]
+    both = [each for each in found if each is not None]
+    assert [in_prefill(each) is each for each in both] == [True, False]
+    of_prefill = in_prefill(both[1])
+    assert isinstance(of_prefill, StreamedExperts)
+    for _ in range(4):  # in a prefill the CPU runs none
+        assert all(batch.bank is of_prefill.bank for batch in of_prefill.batches(torch.tensor([0, 1, 2, 3])))
+    assert of_prefill.stats.by_cpu == 0
+    link.close()
 
 
 def test_layers_that_all_stay_need_no_staging(folders: Callable[[str], Path]) -> None:

@@ -23,6 +23,7 @@ from offload.config.networks import Experts, FeedForward
 from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
 from offload.speed.routing import distinct_experts, hit_rate
+from offload.speed.split import LinkPace, Split
 from offload.transfer.link import CudaLink, PacedLink
 from offload.transfer.memory import Memory
 from offload.weights import experts as module
@@ -59,9 +60,24 @@ def _content(given: Scene, num_bytes: int) -> Tensor:
     return flat.clone()
 
 
+class AtRandom(Split):
+    """A split by dice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._dice = random.Random(seed)
+
+    def crossing(self, rows: Sequence[int], num_bytes: int, link: LinkPace) -> int:
+        assert list(rows) == sorted(rows, reverse=True)
+        return self._dice.randrange(len(rows) + 1)
+
+    def following(self, rows: Sequence[int], num_bytes: int, link: LinkPace) -> int:
+        return self._dice.randrange(4)
+
+
 @contextmanager
 def streamed(
-    homes: Homes, slots: int, source: ModuleType = module, *, shared: bool = False
+    homes: Homes, slots: int, source: ModuleType = module, *, shared: bool = False, split: Split | None = None
 ) -> Iterator[list[module.StreamedExperts]]:
     """The layers' experts over a link that is late by up to a millisecond. slots: of each layer, or shared by all."""
     late = random.Random(7)
@@ -70,7 +86,7 @@ def streamed(
     made = [slots_of(link, slots, source) for _ in homes.of_host[: 1 if shared else None]]
     try:
         yield [
-            source.StreamedExperts(home, made[0 if shared else layer], layout, layer)
+            source.StreamedExperts(home, made[0 if shared else layer], layout, layer, split=split)
             for layer, home in enumerate(homes.of_host)
         ]
     finally:
@@ -108,6 +124,19 @@ def homes() -> Homes:
 def test_any_number_of_slots_gives_the_bits_of_resident_experts(homes: Homes, executor: str, slots: int) -> None:
     with streamed(homes, slots) as given:
         assert wrong(homes, given, of(executor)) == 0
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("executor", BEST)
+def test_any_split_between_link_and_cpu_gives_the_bits_of_resident_experts(
+    homes: Homes, executor: str, slots: int, seed: int
+) -> None:
+    with streamed(homes, slots, split=AtRandom(seed)) as given:
+        assert wrong(homes, given, of(executor)) == 0
+        stats = sum((each.stats for each in given), start=ExpertStats())
+    assert 0 < stats.by_cpu < stats.misses
 
 
 @pytest.mark.few(5)
@@ -160,7 +189,7 @@ def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None
 
 RACES = [
     ("an expert is used before it has arrived", "                event.wait()", "                pass"),
-    ("an expert arrives in a slot that is still computed with", "(self._link.record(),)", "()"),
+    ("an expert arrives in a slot that is still computed with", "(self.link.record(),)", "()"),
 ]
 
 
@@ -236,14 +265,20 @@ MUTANTS = [
     Mutant("a slot that was given away is still its first expert's", "self._held.popitem(last=False)[1]",
            "next(iter(self._held.values()))"),
     Mutant("experts of another number", "self._homes[expert[1]] for", "self._homes[expert[1] - 1] for"),
-    Mutant("another layer's expert of that number", "[(self._layer, number)", "[(0, number)"),
+    Mutant("another layer's expert of that number", "{(self._layer, number)", "{(0, number)"),
     Mutant("the last used expert makes room", "popitem(last=False)", "popitem(last=True)"),
-    Mutant("an expert that is there is fetched again into a second slot", "if expert not in hits]", "]"),
-    Mutant("experts that are there may be given away", "missing[: len(self._slots) - len(hits)]",
-           "missing[: len(self._slots)]"),
-    Mutant("only the first experts arrive", "missing = missing[len(coming) :]", "missing = []"),
+    Mutant("an expert that is there is fetched again into a second slot", "if each not in hits), key", "), key"),
+    Mutant("experts that are there may be given away", "self._fetch(crossing[:room])",
+           "self._fetch(crossing[: len(self._slots)])"),
+    Mutant("only the first experts arrive", "crossing = crossing[len(coming) :]", "crossing = []"),
     Mutant("an expert that is used counts as unused", "            self._held.move_to_end(expert)\n",
            "            pass\n"),
+    Mutant("a miss is run by both", "return missing[:count], missing[count:]", "return missing, missing[count:]"),
+    Mutant("a miss is run by neither", "return missing[:count], missing[count:]",
+           "return missing[:count], missing[count + 1 :]"),
+    Mutant("an expert follows into a slot in use", "[: max(room - count, 0)]", "[: len(self._slots)]"),
+    Mutant("the CPU runs another expert", "{expert: expert[1] for expert in experts}",
+           "{expert: expert[1] - 1 for expert in experts}"),
 ]  # fmt: skip
 
 
@@ -259,7 +294,8 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
     exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), edited.__dict__)
 
     def fails(slots: int, shared: bool = False) -> bool:
-        with streamed(homes, slots, edited, shared=shared) as given, streamed(homes, slots, shared=shared) as right:
+        own, theirs = ({"shared": shared, "split": None if shared else AtRandom(slots)} for _ in range(2))
+        with streamed(homes, slots, edited, **own) as given, streamed(homes, slots, **theirs) as right:
             try:
                 if wrong(homes, given, of(BEST[-1])):
                     return True

@@ -89,6 +89,7 @@ def load_decoders(
                 link_bits=plan.placement.weight_link_bits if name == "target" else 16,
                 expert_slots=plan.placement.expert_slots if name == "target" else 0,
                 cpu_experts=plan.placement.cpu_experts if name == "target" else 0,
+                shares_experts=plan.placement.shares_experts,
                 table=plan.placement.table if name == "target" else "device",
                 on_bytes=count,
                 shard=shards[name],

@@ -81,15 +81,19 @@ def _candidates(sizing: Sizing, capacity: int) -> Iterator[Composition]:
 
 
 def choose_cpu_experts(sizing: Sizing, capacity: int) -> int:
-    """The number of layers whose experts the CPU runs: the user's, or that with which a token is predicted to take the
-    least time, plain or as the target proposes to itself where the CPU runs none.
+    """The number of layers whose experts the CPU may run: the user's; all, where it shares each layer's with the GPU;
+    or that with which a token is predicted to take the least time, plain or as the target proposes to itself where the
+    CPU runs none.
 
-    The CPU rounds in another order than a GPU, and a seed is to give the same text with every way to speculate. So the
-    number depends on the model, the memory and the machine, not on drafts and the options of levels.
+    Where they are not shared, the CPU rounds in another order than a GPU, and a seed is to give the same text with
+    every way to speculate. So the number depends on the model, the memory and the machine, not on drafts and the
+    options of levels.
     """
     hardware, every = sizing.hardware, sizing.target.num_expert_layers
     if sizing.options.cpu_experts is not None or hardware.is_cpu or not runs_experts(sizing.target, hardware):
         return _asked_of_cpu(sizing)
+    if sizing.shares_experts:
+        return every
     own = replace(sizing, draft=None, options=_without_levels(sizing.options))
     found = list(_placed(own, capacity, _candidates(own, capacity), 0))
     if not any(cost.placement.expert_slots for cost in found):

@@ -174,7 +174,8 @@ class Passes:
         return hit_rate(experts, slots, 1) if experts and slots else 1.0
 
     def missed_bytes(self, rows: int) -> float:
-        """Bytes of experts over each device's link in a pass of `rows` rows of each sequence."""
+        """Bytes of experts in a pass of `rows` rows of each sequence that no slot has: they cross each device's link,
+        or the CPU runs some in their place."""
         if not (slots := self.placement.expert_slots):
             return 0.0
         wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows, slots)
@@ -182,17 +183,30 @@ class Passes:
 
     @property
     def share_on_cpu(self) -> float:
-        """The share of the layers with experts whose experts the CPU runs."""
-        return self.placement.cpu_experts / max(self.sizing.target.num_expert_layers, 1)
+        """The share of the layers with experts whose experts the CPU runs, all of them."""
+        whole = 0 if self.placement.shares_experts else self.placement.cpu_experts
+        return whole / max(self.sizing.target.num_expert_layers, 1)
 
     def awaiting_experts(self, rows: int) -> float:
         """Seconds in which layers wait for experts in a pass, since only a layer's router says which ones: until they
         have crossed the link, or until the CPU has run them. On a CPU that is part of a pass anyway."""
-        fetching = self.missed_bytes(rows) / self.link_rate
-        if self.sizing.hardware.is_cpu or not self.placement.cpu_experts:
+        fetching, number = self.missed_bytes(rows) / self.link_rate, self.placement.cpu_experts
+        if self.placement.shares_experts:
+            return fetching - number * self._saved_by_cpu(rows, fetching / self.sizing.target.num_expert_layers)
+        if self.sizing.hardware.is_cpu or not number:
             return fetching
         each = CPU_TURN + self._experts_by_cpu(self.num_sequences * rows) / self.sizing.hardware.num_hosts
-        return fetching + self.placement.cpu_experts * each
+        return fetching + number * each
+
+    def _saved_by_cpu(self, rows: int, fetching: float) -> float:
+        """Seconds less than `fetching` that a layer waits where the CPU runs some of its missed experts while the
+        others cross the link, so that both end together; 0 where that takes longer."""
+        all_rows, hosts = self.num_sequences * rows, self.sizing.hardware.num_hosts
+        wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, all_rows)
+        missed = self.missed_bytes(rows) / wanted if wanted else 0.0
+        running, turn = missed * self._experts_by_cpu(all_rows) / hosts, CPU_TURN * (not self.sizing.hardware.is_cpu)
+        both = fetching * running / (fetching + running) if fetching else 0.0
+        return max(fetching - both - turn, 0.0)
 
     def _experts_by_cpu(self, rows: int) -> float:
         """The mean seconds of a layer's experts by all threads of a host."""

@@ -31,7 +31,8 @@ class Placement:
     offload: the parts, "weights" or "kv", that may be on the host. resident_layers, resident_tiles: the number of
     layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: of
     each layer, for experts on the device; 0 if all are there. cpu_experts: the number of layers whose experts the CPU
-    runs in a pass, the last ones that have some. The rest crosses the link. Bytes are by purpose: of the first device,
+    may run in a pass, the last ones that have some; shares_experts: whether it runs some of those that no slot has, as
+    is soonest done, and not all. The rest crosses the link. Bytes are by purpose: of the first device,
     of each other device if there are several, and of all ranks on the hosts. They are for all sequences that run at a
     time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
@@ -57,6 +58,7 @@ class Placement:
     checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
     expert_slots: int = field(default=0, metadata={LATER: True})  # on each device
     cpu_experts: int = field(default=0, metadata={LATER: True})
+    shares_experts: bool = field(default=False, metadata={LATER: True})
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -173,6 +175,7 @@ class _Filling:
             staging_tiles=NUM_STAGING,
             expert_slots=slots,
             cpu_experts=self._cpu_experts,
+            shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -203,7 +206,7 @@ class _Filling:
         pass with the target's weights, the cache once."""
         sizing, composition = self.sizing, self.composition
         drafted = composition.gamma if composition.inner is not None else 0
-        share, tile = 1.0 - self._cpu_experts / sizing.target.num_expert_layers, sizing.tile_bytes(self.capacity)
+        share, tile = 1.0 - self._whole / sizing.target.num_expert_layers, sizing.tile_bytes(self.capacity)
 
         def crossing(slots: int) -> float:
             of_row, of_rows = (
@@ -252,7 +255,7 @@ class _Filling:
         return sizing.of_all({"arena": arena, "kv cache": tiles * sizing.tile_bytes(self.capacity)})
 
     def _slots_bytes(self, slots: int, *, first: bool = True) -> int:
-        return self.sizing.slots_bytes(slots, self._cpu_experts) + (slots * self._of_head[1] if first else 0)
+        return self.sizing.slots_bytes(slots, self._whole) + (slots * self._of_head[1] if first else 0)
 
     def _host(self, layers: int, tiles: int, slots: int) -> dict[str, int]:
         """Bytes by purpose on the hosts, for all devices."""
@@ -318,6 +321,11 @@ class _Filling:
     @cached_property
     def _cpu_experts(self) -> int:
         return self.on_cpu if self._least_slots else 0
+
+    @property
+    def _whole(self) -> int:
+        """The layers whose experts the CPU runs, all of them."""
+        return 0 if self.sizing.shares_experts else self._cpu_experts
 
 
 def _some(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from offload.plan.composition import Composition
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, num_checkpoints
-from offload.speed.cpu_pass import CpuPass
+from offload.speed.cpu_pass import CpuPass, shares_experts
 from offload.speed.curves import Curves, typical
 from offload.speed.hardware import TWO_CORES, Hardware
 from offload.speed.routing import SHARED_SLOTS
@@ -281,6 +281,11 @@ class Sizing:
         """Bytes of one expert of each of the first layers that have some, by their number."""
         sizes = {kind.block: kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds}
         return [*accumulate(filter(None, (sizes[block] for block in self.shard.blocks)), initial=0)]
+
+    @cached_property
+    def shares_experts(self) -> bool:
+        """Whether the CPU may run any of a layer's experts for the device, see `cpu_pass.shares_experts`."""
+        return shares_experts(self.target, self.hardware, self.dtype)
 
     @cached_property
     def largest_expert_bytes(self) -> int:

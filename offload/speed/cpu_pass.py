@@ -10,6 +10,7 @@ from functools import cached_property
 from offload.config.matrices import expert_matrices
 from offload.config.model import ModelConfig
 from offload.config.networks import Experts
+from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import EXPERT_ALIGNMENT, code_bytes
 from offload.speed.curves import FAR_BYTES, NEAR_BYTES, Curves, at, in_bits
 from offload.speed.hardware import Hardware
@@ -25,6 +26,19 @@ def runs_experts(config: ModelConfig, hardware: Hardware) -> bool:
         return False
     sizes = config.hidden_size, config.experts.row_size(config.hidden_size)
     return hardware.packs and not any(size % EXPERT_ALIGNMENT for size in sizes)
+
+
+def shares_experts(config: ModelConfig, hardware: Hardware, dtype: str) -> bool:
+    """Whether the CPU may run any of a layer's experts for the device, since both give their rows the same bits: a
+    GPU's kernels for 16 bits those in fixed point, a CPU all. dtype: of the rows."""
+    if not runs_experts(config, hardware):
+        return False
+    if hardware.is_cpu:
+        return True
+    kinds = (kind for kind, _ in config.kinds if kind.block.experts is not None)
+    forms = {part.encoding for kind in kinds for part in expert_matrices(kind.block, kind.hidden_size).values()}
+    in_fixed_point = all(form and not ENCODINGS[form].is_rounded for form in forms)
+    return hardware.has_kernels and dtype != "fp32" and in_fixed_point
 
 
 def matrix_bytes(config: ModelConfig, itemsize: int, weight_bits: int = 16) -> Mapping[str, int]:

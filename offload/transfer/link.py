@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 from offload.metrics import LinkStats
+from offload.speed.split import LinkPace
 from offload.transfer.pace import Pace, sleep_until
+
+_TYPICAL_RATE = 2.5e10  # bytes a second, of PCIe 4.0, until one is known
+_MEASURED_BYTES = 2**24  # copies from which a rate is measured
 
 
 class Event(Protocol):
@@ -39,6 +43,11 @@ class Link(Protocol):
     @property
     def stats(self) -> LinkStats:
         """A snapshot of the totals since the link was made."""
+        ...
+
+    def pace(self, num_bytes: int) -> LinkPace:
+        """Seconds until all copies to the device that were asked for are done, and of one of `num_bytes`, by the known
+        rate or by that of the copies so far."""
         ...
 
     def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event: ...
@@ -104,10 +113,11 @@ class _Lane(threading.Thread):
         self._pace, self._delay = Pace(bytes_per_second), delay
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self.num_bytes = 0
+        self.asked_bytes = self.num_bytes = 0
         self.busy_seconds = 0.0
 
     def submit(self, copy: _Copy | None) -> None:
+        self.asked_bytes += 0 if copy is None else copy.src.nbytes
         self._queue.put(copy)
 
     def run(self) -> None:
@@ -158,6 +168,9 @@ class PacedLink:
     @property
     def stats(self) -> LinkStats:
         return LinkStats(self._in.num_bytes, self._out.num_bytes, self._in.busy_seconds, self._bytes_per_second)
+
+    def pace(self, num_bytes: int) -> LinkPace:
+        return _pace(self.stats, max(self._in.asked_bytes - self._in.num_bytes, 0), num_bytes)
 
     def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._submit(self._in, dst, src, after)
@@ -216,16 +229,23 @@ class CudaLink:
         self._num_bytes = {self._in: 0, self._out: 0}
         self._busy_seconds = 0.0
         self._timed: deque[tuple[CudaEvent, CudaEvent]] = deque()  # (start, end) of uncounted copies in
+        self._timed_bytes: deque[int] = deque()  # of each of them
 
     @property
     def stats(self) -> LinkStats:
         """A snapshot of the totals. Copies in flight count with their bytes and without their time."""
         while self._timed and self._timed[0][1].event.query():
             start, end = self._timed.popleft()
+            self._timed_bytes.popleft()
             self._busy_seconds += start.event.elapsed_time(end.event) / 1000
         return LinkStats(
             self._num_bytes[self._in], self._num_bytes[self._out], self._busy_seconds, self._bytes_per_second
         )
+
+    def pace(self, num_bytes: int) -> LinkPace:
+        stats, under_way = self.stats, sum(self._timed_bytes)
+        stats.bytes_to_device -= under_way  # whose seconds are not counted
+        return _pace(stats, under_way, num_bytes)
 
     def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
         return self._copy(self._in, dst, src, after)
@@ -253,8 +273,17 @@ class CudaLink:
             end = CudaEvent(stream, timing=timed)
         if timed:
             self._timed.append((start, end))
+            self._timed_bytes.append(src.nbytes)
         self._num_bytes[stream] += src.nbytes
         return end
+
+
+def _pace(done: LinkStats, under_way: int, num_bytes: int) -> LinkPace:
+    rate = done.bytes_per_second
+    if done.busy_seconds and done.bytes_to_device >= _MEASURED_BYTES:
+        rate = done.bytes_to_device / done.busy_seconds
+    rate = rate or _TYPICAL_RATE
+    return LinkPace(under_way / rate, num_bytes / rate)
 
 
 def make_link(device: torch.device, bytes_per_second: float | None = None) -> Link:

@@ -3,8 +3,10 @@ the host, where the CPU runs them."""
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Mat
 from offload.metrics import ExpertStats
 from offload.plan.shards import ALONE, Shard
 from offload.speed.routing import SHARED_SLOTS, cpu_layers
+from offload.speed.split import Split
 from offload.transfer.link import Event, Link
 from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
@@ -28,6 +31,7 @@ from offload.weights.tensors import expert_sources
 _MATRICES = ("gate", "up", "down")
 _AT_ONCE = 8  # experts that are used together as they arrive
 Expert = tuple[int, int]  # its layer, and its number there
+Fetch = Callable[[Sequence[Expert]], object]
 
 
 def layout_of(config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
@@ -108,7 +112,7 @@ class ExpertSlots:
 
     def __init__(self, content: Tensor, link: Link) -> None:
         """content: uint8 [slots, bytes of the largest expert] on the device."""
-        self.content, self._link = content, link
+        self.content, self.link = content, link
         self._held = OrderedDict[Expert, int]()  # expert -> slot, the least recently used first
         self._free = [*range(len(content))]
         self._arriving = dict[int, Event]()  # by slot: copies that no computation has waited for
@@ -130,8 +134,8 @@ class ExpertSlots:
         for expert, home in experts.items():
             slot = self._free.pop() if self._free else self._held.popitem(last=False)[1]
             self._free.append(slot)  # should the copy fail
-            after = (self._link.record(),)
-            self._arriving[slot] = self._link.to_device(self.content[slot, : len(home)], home, after)
+            after = (self.link.record(),)
+            self._arriving[slot] = self.link.to_device(self.content[slot, : len(home)], home, after)
             self._held[expert] = found[expert] = self._free.pop()
         return found
 
@@ -144,43 +148,118 @@ class ExpertSlots:
         return slots
 
 
+class Behind:
+    """The experts that the CPU has run in a pass, of all layers: they cross the link when it is idle, to be in slots
+    when their layer comes again."""
+
+    def __init__(self) -> None:
+        self._waiting = OrderedDict[int, tuple[list[Expert], Fetch]]()  # by layer, that which comes next first
+
+    def put(self, layer: int, experts: Sequence[Expert], fetch: Fetch) -> None:
+        """Have a layer's `experts` wait in place of those that still do."""
+        self._waiting.pop(layer, None)
+        if experts:
+            self._waiting[layer] = [*experts], fetch
+
+    def fetch(self, count: int) -> None:
+        """Begin to fetch up to `count` experts."""
+        while count > 0 and self._waiting:
+            layer, (experts, fetch) = next(iter(self._waiting.items()))
+            fetch(experts[:count])
+            count -= len(experts)
+            del experts[: len(experts) + min(count, 0)]
+            if not experts:
+                del self._waiting[layer]
+
+
 class StreamedExperts:
     """A layer's experts on the host, from where they cross the link to slots. A layer has slots of its own for passes,
     since layers come in turns: where a pass wants more than all slots hold, slots that layers shared would have lost
     every expert when its layer comes again."""
 
     def __init__(
-        self, homes: Tensor, slots: ExpertSlots, layout: LayerLayout, layer: int = 0, room: Room | None = None
+        self,
+        homes: Tensor,
+        slots: ExpertSlots,
+        layout: LayerLayout,
+        layer: int = 0,
+        room: Room | None = None,
+        split: Split | None = None,
+        behind: Behind | None = None,
     ) -> None:
         """homes: uint8 [experts, layout.num_bytes] on the host. layer: its number, other than that of each layer with
-        the same slots. room: of all layers; by default its own."""
+        the same slots. room: of all layers; by default its own. split: which missed experts the CPU runs in a pass;
+        None: none. behind: of all layers with the same link; by default its own."""
         self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
-        self._homes, self._slots, self._layer = homes, slots, layer
+        self._homes, self._slots, self._layer, self._split = homes, slots, layer, split
+        self._behind = behind or Behind()
+        self._at_home = None if split is None else bank_of(layout, homes)
+        self.in_prefill = self if split is None else StreamedExperts(homes, slots, layout, layer, self.room)
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
-        """See `ExpertHomes`. The first batch has the experts that are in slots, while the others cross the link; each
-        further one has a few of the others."""
-        for slots in self._batches(chosen.cpu().unique().tolist()):
-            places = torch.full((len(self._homes),), -1, dtype=torch.int32)
-            places[[number for _, number in slots]] = torch.tensor([*slots.values()], dtype=torch.int32)
-            yield Batch(self.bank, sent(places, self._slots.content.device))
-
-    def _batches(self, chosen: Sequence[int]) -> Iterator[dict[Expert, int]]:
-        """The slots of the experts of each batch."""
-        wanted = [(self._layer, number) for number in chosen if number < len(self._homes)]
+        """See `ExpertHomes`. The first batch has the experts that are in slots, while others cross the link; then come
+        those that the CPU runs; each further batch has a few of those that have arrived."""
+        wanted = self._wanted(chosen)
         hits = self._slots.used(wanted)
-        missing = [expert for expert in wanted if expert not in hits]
-        self.stats += ExpertStats(len(hits), len(missing), len(missing) * self._homes.shape[1])
-        coming = self._fetch(missing[: len(self._slots) - len(hits)])
+        missing = sorted((each for each in wanted if each not in hits), key=lambda each: -wanted[each])
+        room = len(self._slots) - len(hits)
+        crossing, own, more = self._shared(missing, [wanted[each] for each in missing], room)
+        self.stats += ExpertStats(len(hits), len(missing), 0, len(own))
+        coming = self._fetch(crossing[:room])
         if hits:
-            yield self._slots.arrived(hits)
-        while missing:
+            yield self._arrived(hits)
+        self._behind.fetch(more)
+        if own:
+            yield from self._by_cpu(own, [wanted[each] for each in own])
+        while crossing:
             for group in _in_groups(coming):
-                yield self._slots.arrived(group)
-            missing = missing[len(coming) :]
-            coming = self._fetch(missing[: len(self._slots)])  # whose experts have been used
+                yield self._arrived(group)
+            crossing = crossing[len(coming) :]
+            coming = self._fetch(crossing[: len(self._slots)])  # whose experts have been used
+
+    def _wanted(self, chosen: Tensor) -> dict[Expert, int]:
+        """The experts that are chosen, each with its number of rows."""
+        numbers, rows = (each.tolist() for each in chosen.cpu().unique(return_counts=True))
+        found = {(self._layer, number): own for number, own in zip(numbers, rows, strict=True)}
+        found.pop((self._layer, len(self._homes)), None)  # no expert
+        return found
+
+    def _shared(
+        self, missing: Sequence[Expert], rows: Sequence[int], room: int
+    ) -> tuple[Sequence[Expert], Sequence[Expert], int]:
+        """The missed experts that cross the link now, those that the CPU runs, and how many of these and of other
+        layers' can cross the link meanwhile. rows: of each. room: slots that no expert of this pass has."""
+        if (split := self._split) is None:
+            return missing, (), 0
+        split.began()
+        num_bytes = self._homes.shape[1]
+        pace = self._slots.link.pace(num_bytes)
+        count = split.crossing(rows, num_bytes, pace)
+        after = replace(pace, ahead=pace.ahead + count * pace.each)
+        self._behind.put(self._layer, missing[count:][: max(room - count, 0)], self._fetch)
+        return missing[:count], missing[count:], split.following(rows[count:], num_bytes, after)
+
+    def _by_cpu(self, experts: Sequence[Expert], rows: Sequence[int]) -> Iterator[Batch]:
+        """The batch that the CPU runs, which is timed."""
+        assert self._at_home is not None
+        assert self._split is not None
+        began = time.perf_counter()
+        yield Batch(self._at_home, self._places({expert: expert[1] for expert in experts}))
+        self._split.ran(rows, self._homes.shape[1], time.perf_counter() - began)
+        self._split.ended()
+
+    def _arrived(self, slots: dict[Expert, int]) -> Batch:
+        """The batch of experts in slots, from when they have arrived."""
+        places = self._places(self._slots.arrived(slots))
+        return Batch(self.bank, sent(places, self._slots.content.device))
+
+    def _places(self, places: Mapping[Expert, int]) -> Tensor:
+        of_all = torch.full((len(self._homes),), -1, dtype=torch.int32)
+        of_all[[number for _, number in places]] = torch.tensor([*places.values()], dtype=torch.int32)
+        return of_all
 
     def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
+        self.stats += ExpertStats(fetched_bytes=len(experts) * self._homes.shape[1])
         return self._slots.fetch({expert: self._homes[expert[1]] for expert in experts})
 
 
@@ -211,14 +290,16 @@ def load_experts(
     slots: int,
     on_bytes: Callable[[int], None],
     on_cpu: int = 0,
+    shared: bool = False,
     shard: Shard = ALONE,
 ) -> tuple[ExpertHomes | None, ...]:
     """The experts of each layer of the whole model `config`, () if no layer has any: on the device, or, if `slots` is
     not 0, on the host, from where they cross `link` to so many slots of each layer. on_cpu: the number of layers whose
-    experts the CPU runs, see `cpu_layers`; in a prefill they share SHARED_SLOTS slots. See `load_weights`."""
+    experts the CPU runs, see `cpu_layers`: with `shared` some of those that are in no slot, else all, and in a prefill
+    these layers share SHARED_SLOTS slots. See `load_weights`."""
     own = shard.config(config)
     layouts = {kind.block: layout_of(kind, dtype) for kind, _ in own.kinds if kind.block.experts is not None}
-    of_cpu, room = cpu_layers(own, on_cpu), Room()
+    of_cpu, room, split = cpu_layers(own, on_cpu), Room(), Split() if shared else None
 
     def made_slots(count: int, num_bytes: int) -> ExpertSlots:
         assert link is not None
@@ -234,19 +315,21 @@ def load_experts(
         on_bytes(content.nbytes)
         if not slots:
             return ResidentExperts(bank_of(layout, content))
-        if index in of_cpu:
-            assert shared is not None
-            return HostExperts(bank_of(layout, content), StreamedExperts(content, shared, layout, index, room))
-        return StreamedExperts(content, made_slots(min(slots, count), layout.num_bytes), layout, index, room)
+        if index in of_cpu and split is None:
+            assert of_prefill is not None
+            return HostExperts(bank_of(layout, content), StreamedExperts(content, of_prefill, layout, index, room))
+        places, own_split = made_slots(min(slots, count), layout.num_bytes), split if index in of_cpu else None
+        return StreamedExperts(content, places, layout, index, room, own_split)
 
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
-    shared = made_slots(min(SHARED_SLOTS, own.experts.count), largest) if own.experts and of_cpu else None
+    in_turn = own.experts is not None and of_cpu and split is None
+    of_prefill = made_slots(min(SHARED_SLOTS, own.experts.count), largest) if own.experts and in_turn else None
     return tuple(of_layer(index, block) for index, block in enumerate(own.blocks)) if layouts else ()
 
 
 def in_prefill(homes: ExpertHomes | None) -> ExpertHomes | None:
     """The experts of a layer for a prefill: streamed where the CPU runs them in a pass, else `homes` as they are."""
-    return homes.in_prefill if isinstance(homes, HostExperts) else homes
+    return homes.in_prefill if isinstance(homes, HostExperts | StreamedExperts) else homes
 
 
 def _tier(slots: int) -> Tier:

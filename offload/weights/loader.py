@@ -112,8 +112,9 @@ class Weights:
 
     @property
     def streamed_experts(self) -> list[StreamedExperts]:
-        """The experts that cross the link, those that do so in a prefill only among them."""
-        return [each for each in map(in_prefill, self.experts) if isinstance(each, StreamedExperts)]
+        """The experts that cross the link, in a pass or in a prefill."""
+        every = {id(each): each for each in (*self.experts, *map(in_prefill, self.experts))}
+        return [each for each in every.values() if isinstance(each, StreamedExperts)]
 
 
 class _Loader:
@@ -254,6 +255,7 @@ def load_weights(
     link_bits: int = 16,
     expert_slots: int = 0,
     cpu_experts: int = 0,
+    shares_experts: bool = False,
     table: TableTier = "device",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
@@ -261,7 +263,7 @@ def load_weights(
     """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
     Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0;
-    those of `cpu_experts` layers are run by the CPU.
+    those of `cpu_experts` layers are run by the CPU, or with `shares_experts` some of those that are in no slot.
     The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
     them under `name`. Only rank 0 has the head.
 
@@ -287,6 +289,7 @@ def load_weights(
         link=link,
         slots=expert_slots,
         on_cpu=cpu_experts,
+        shared=shares_experts,
         on_bytes=on_bytes,
         shard=shard,
     )

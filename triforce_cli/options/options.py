@@ -336,7 +336,7 @@ CpuExperts = Annotated[
     int | None,
     option(
         "--cpu-experts",
-        "Layers whose experts the CPU runs if these are on the host; by default as the plan says.",
+        "Layers at most in which the CPU may run experts that are on the host; by default as the plan says.",
         PLACEMENT,
         metavar="LAYERS",
         parser=whole,

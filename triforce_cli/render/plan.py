@@ -194,7 +194,7 @@ def _slots(plan: Plan, target: ModelConfig) -> str:
     """The remark on the bytes of expert slots; "" for a model without experts."""
     if target.experts is None:
         return ""
-    if plan.placement.cpu_experts == target.num_expert_layers:
+    if plan.placement.cpu_experts == target.num_expert_layers and not plan.placement.shares_experts:
         return "of a prefill"
     return f"{plan.placement.expert_slots:,} of each layer's {target.experts.count:,} experts"
 
@@ -289,12 +289,15 @@ def _streamed(plan: Plan) -> str:
 def _hits(plan: Plan) -> Iterator[str]:
     """Yield who runs experts that are on the host, and the assumed share of the others that are on the device when a
     token wants them."""
-    if plan.placement.cpu_experts:
-        yield f"the CPU runs those of {counted(plan.placement.cpu_experts, 'layer')}"
+    number, shares = plan.placement.cpu_experts, plan.placement.shares_experts
+    if number and not shares:
+        yield f"the CPU runs those of {counted(number, 'layer')}"
     if plan.predicted.missed_bytes:
-        others = "of the others " if plan.placement.cpu_experts else ""
+        others = "of the others " if number and not shares else ""
         share = f"{others}{plan.predicted.hit_rate:.0%} of those wanted"
         yield f"{share} are on the device (estimated; --stats counts them)"
+    if shares:
+        yield f"in {counted(number, 'layer')} others cross the link or are run by the CPU, whichever is sooner"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

@@ -112,6 +112,7 @@ def _experts(experts: ExpertStats) -> Iterator[str]:
         yield (
             f"experts     {wanted:,} wanted in decode, {percent(experts.hits, wanted)} % on the device already, "
             f"{size(experts.fetched_bytes)} fetched"
+            + (f", {experts.by_cpu:,} run by the CPU" if experts.by_cpu else "")
         )
 
 

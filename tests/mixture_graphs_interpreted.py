@@ -76,8 +76,8 @@ def test_experts_that_cross_the_link_say_what_resident_ones_say(slots: int, fold
 SLOTS = "offload.weights.experts"
 RACES = [
     Bug("an expert is used before it has arrived", SLOTS, "                event.wait()", "                pass"),
-    Bug("an expert arrives in a slot that is still computed with", SLOTS, "(self._link.record(),)", "()"),
-    Bug("another slot runs", SLOTS, "torch.tensor([*slots.values()],", "torch.tensor([*slots.values()][::-1],"),
+    Bug("an expert arrives in a slot that is still computed with", SLOTS, "(self.link.record(),)", "()"),
+    Bug("another slot runs", SLOTS, "torch.tensor([*places.values()],", "torch.tensor([*places.values()][::-1],"),
 ]
 
 

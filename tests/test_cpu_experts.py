@@ -22,9 +22,8 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
-from offload.kernels import cpu
-from offload.kernels.experts import Router
-from offload.model.host_experts import HostMixes
+from offload.kernels.experts import Batch
+from offload.kernels.experts_host import run_on_host
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
@@ -39,7 +38,7 @@ from offload.weights.checkpoint import Checkpoint
 from offload.weights.experts import HostExperts, StreamedExperts, in_prefill, load_experts
 from offload.worker import curve_timer
 from offload.worker.curve_timer import timed
-from test_experts import Scene, scene
+from test_experts import scene
 
 NUM_LAYERS = 24
 GPU = Hardware("cuda:0", "GPU", 8 * 10**9, 256 * 10**9, True)
@@ -249,42 +248,29 @@ def test_layers_that_all_stay_need_no_staging(folders: Callable[[str], Path]) ->
     assert allocated["expert slots"] == placement.device_bytes["expert slots"]
 
 
-def by_kernels(given: Scene, beside: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
-    run = cpu.kernels().experts
-    assert run is not None
-    return run(given.mixture, given.homes, given.rows, beside, real)
-
-
-@pytest.mark.parametrize("gates", [False, True])
-@pytest.mark.parametrize("adds", [False, True])
-def test_a_mixture_on_the_host_gives_what_its_kernels_give(adds: bool, gates: bool) -> None:
+@pytest.mark.parametrize("latent", [0, 32])
+def test_what_experts_make_of_rows_comes_back_to_the_device(latent: int) -> None:
+    """Of the pairs in the batch alone, each as it is where all experts are in it; padding has none."""
     best()
-    given = scene(Experts(FeedForward(32), 8, 3), torch.bfloat16, 5)
-    if gates:
-        matrix = torch.cat([given.router.matrix, given.router.matrix[:1].flip(1)])
-        given = replace(given, experts=replace(given.experts, gates_network=True), router=Router(matrix))
-    mixes, other = HostMixes(), given.rows.flip(0) if adds else None
-    real = torch.tensor([True, True, False, True, True])
-    expected = by_kernels(given, other, real)
-    for layer in (3, 4):
-        found = mixes(layer, given.mixture, given.homes, given.rows, other, real)
-        assert torch.equal(found[real], expected[real])
-    if other is None:
-        assert torch.equal(found, expected)  # of padding zeros: it runs through no expert
-    one = real.logical_not()
-    assert torch.equal(
-        mixes(3, given.mixture, given.homes, given.rows, other, one)[one], by_kernels(given, other, one)[one]
-    )
+    given = scene(Experts(FeedForward(32), 8, 3, latent=latent), torch.bfloat16, 5)
+    rows = given.rows[:, :latent].contiguous() if latent else given.rows
+    chosen = torch.tensor([[0, 3, 7], [1, 2, 3], [8, 8, 8], [7, 6, 0], [3, 4, 5]])
+    marked = torch.full((15, rows.shape[1]), 99.0).bfloat16()
 
+    def made(*experts: int) -> torch.Tensor:
+        places = torch.full((8,), -1, dtype=torch.int32)
+        places[[*experts]] = torch.tensor(experts, dtype=torch.int32)
+        found = marked.clone()
+        run_on_host(given.experts, Batch(given.homes.bank, places), rows, chosen, found)
+        return found
 
-def test_experts_on_the_host_read_latents() -> None:
-    best()
-    given, run = scene(Experts(FeedForward(32), 8, 3, latent=32), torch.bfloat16, 5), cpu.kernels().experts
-    assert run is not None
-    latents = given.rows[:, :32].contiguous()
-    found = HostMixes()(0, given.mixture, given.homes, given.rows, None, None, latents)
-    assert found.shape == latents.shape
-    assert torch.equal(found, given.by(run))
+    whole, some = made(*range(8)), made(3, 7)
+    inside = torch.isin(chosen, torch.tensor([3, 7])).flatten()
+    assert inside.sum() == 5
+    assert torch.equal(some[inside], whole[inside])
+    assert torch.equal(some[~inside], marked[~inside])
+    assert torch.equal(whole[6:9], marked[6:9])
+    assert (whole[[*range(6), *range(9, 15)]] != 99).all()
 
 
 class TestSeconds:

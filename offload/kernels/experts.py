@@ -17,6 +17,7 @@ from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
 Multiply = Callable[[Tensor, Matrix, Tensor | None], Tensor]
+RunOnHost = Callable[..., None]  # see `experts_host.run_on_host`
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,10 @@ def run_experts(
     *,
     multiply: Multiply,
     blocks: Sequence[int] | None = None,
+    on_host: RunOnHost | None = None,
 ) -> Tensor:
-    """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. blocks: rows of the successive
+    """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. on_host: runs batches in host
+    memory, if there are some and the rows are not. blocks: rows of the successive
     blocks, equal ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an
     expert at once."""
     experts, router = mixture.experts, mixture.router
@@ -226,6 +229,10 @@ def run_experts(
         found = found.where(real[:, None], experts.count)
     made = rows.new_zeros(*found.shape, read.shape[1])
     for batch in homes.batches(found):
+        if batch.bank.content.device != rows.device:
+            assert on_host is not None
+            on_host(experts, batch, read, found, made.flatten(0, 1))
+            continue
         for expert, at in enumerate(batch.places.tolist()):
             if at < 0:
                 continue

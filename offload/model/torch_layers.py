@@ -13,9 +13,9 @@ from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
+from offload.kernels.experts_host import run_on_host
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
-from offload.model.host_experts import HostMixes
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import Add, Attend, Gate, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
 from offload.model.sums import OneRank, Sums
@@ -39,7 +39,6 @@ class TorchLayers:
         self._config, self._sums, self._gated = config, sums, gated
         self._experts, self._run_experts = experts, run_experts
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
-        self._on_host = HostMixes()
 
     def run(
         self,
@@ -122,9 +121,7 @@ class TorchLayers:
         assert homes is not None
         beside = operands["beside"] if step.adds else None
         latents = operands["latent"] if step.mixture.experts.latent else None
-        if homes.bank.content.device != x.device:
-            return self._on_host(layer, step.mixture, homes, x, beside, real, latents)
-        run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks)
+        run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks, on_host=run_on_host)
         return run(step.mixture, homes, x, beside, real, latents)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:

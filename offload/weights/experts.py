@@ -95,10 +95,9 @@ def _read(
 class ResidentExperts:
     """A layer's experts on the device, each in the place of its number."""
 
-    room = None
-
     def __init__(self, bank: Bank) -> None:
         self.bank = bank
+        self.room: Room | None = None
         self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
@@ -276,7 +275,7 @@ class HostExperts(ResidentExperts):
 
     def __init__(self, bank: Bank, in_prefill: StreamedExperts) -> None:
         super().__init__(bank)
-        self.in_prefill = in_prefill
+        self.in_prefill, self.room = in_prefill, in_prefill.room
 
 
 def load_experts(

@@ -13,6 +13,7 @@ from offload.formats.encodings import Encoding
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of
 from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
+from offload.kernels.experts_host import run_on_host
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
     arrange_pairs,
@@ -107,6 +108,9 @@ def _run(
 
     def multiply() -> None:
         for batch in homes.batches(chosen):
+            if batch.bank.content.device != rows.device:
+                run_on_host(experts, batch, normed, chosen, made)
+                continue
             _inner(experts, first, lines, batch, normed, inner)
             _multiply(_Products(first.down, first.down_bias), lines, batch, inner, made)
 

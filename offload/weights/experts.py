@@ -3,8 +3,8 @@ the host, where the CPU runs them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,16 +18,17 @@ from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Mat
 from offload.metrics import ExpertStats
 from offload.plan.shards import ALONE, Shard
 from offload.speed.routing import SHARED_SLOTS, cpu_layers
-from offload.transfer.link import Event, Link
+from offload.transfer.disk import Disk
+from offload.transfer.link import Link
 from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.fp16 import check_range
+from offload.weights.expert_file import ExpertFile, LayerExperts, ModelFiles
+from offload.weights.expert_homes import CachedHomes, FileHomes, Homes, HostHomes
+from offload.weights.expert_slots import Expert, ExpertSlots
 from offload.weights.layout import LayerLayout, matrix_name
-from offload.weights.tensors import expert_sources
 
 _MATRICES = ("gate", "up", "down")
 _AT_ONCE = 8  # experts that are used together as they arrive
-Expert = tuple[int, int]  # its layer, and its number there
 
 
 def layout_of(config: ModelConfig, dtype: torch.dtype) -> LayerLayout:
@@ -64,30 +65,6 @@ def _bound(layout: LayerLayout, buffer: Tensor) -> ExpertWeights:
     return ExpertWeights(gate, up, down, tensors.get("gate_up.bias"), tensors.get("down.bias"))
 
 
-def _read(
-    checkpoint: Checkpoint,
-    whole: ModelConfig,
-    layout: LayerLayout,
-    index: int,
-    content: Tensor,
-    shard: Shard,
-    dtype: torch.dtype,
-) -> None:
-    """Read a shard of all experts of a layer of the model `whole` into `content`, uint8 [experts, layout.num_bytes],
-    which is zeroed."""
-    own, layer = whole.layer(index), whole.layer_name(index)
-    for number, buffer in enumerate(content):
-        for name, view in layout.views.items():
-            target, row, kind = view.of(buffer), 0, layout.stored.get(name)
-            read = checkpoint.read_stored if kind else checkpoint.read_into
-            for source in expert_sources(own, shard, number, name.replace(".stored", ".weight")):
-                rows = target[row : row + len(source.rows)]
-                read(layer + source.name, rows, rows=source.rows, columns=source.columns)
-                row += len(source.rows)
-            held = StoredMatrix(target, ENCODINGS[kind]) if kind else target
-            check_range(held, f"expert {number} of layer {index}", dtype)
-
-
 class ResidentExperts:
     """A layer's experts on the device, each in the place of its number."""
 
@@ -102,58 +79,16 @@ class ResidentExperts:
         yield Batch(self.bank, self._places)
 
 
-class ExpertSlots:
-    """Slots for experts on the device, of one layer or shared by several. An expert that is in no slot takes the slot
-    of the least recently used one."""
-
-    def __init__(self, content: Tensor, link: Link) -> None:
-        """content: uint8 [slots, bytes of the largest expert] on the device."""
-        self.content, self._link = content, link
-        self._held = OrderedDict[Expert, int]()  # expert -> slot, the least recently used first
-        self._free = [*range(len(content))]
-        self._arriving = dict[int, Event]()  # by slot: copies that no computation has waited for
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-    def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
-        """The slot of each of `experts` that is in one. Such an expert counts as used now."""
-        hits = {expert: self._held[expert] for expert in experts if expert in self._held}
-        for expert in hits:
-            self._held.move_to_end(expert)
-        return hits
-
-    def fetch(self, experts: Mapping[Expert, Tensor]) -> dict[Expert, int]:
-        """Begin to fetch experts that are in no slot from their homes, at most as many as there are slots. Returns
-        their slots. Each copy waits for all computation issued so far, since that may read the slot."""
-        found = dict[Expert, int]()
-        for expert, home in experts.items():
-            slot = self._free.pop() if self._free else self._held.popitem(last=False)[1]
-            self._free.append(slot)  # should the copy fail
-            after = (self._link.record(),)
-            self._arriving[slot] = self._link.to_device(self.content[slot, : len(home)], home, after)
-            self._held[expert] = found[expert] = self._free.pop()
-        return found
-
-    def arrived(self, slots: dict[Expert, int]) -> dict[Expert, int]:
-        """Make computation issued from now on wait for the copies to `slots`. Returns `slots`."""
-        for slot in slots.values():
-            if (event := self._arriving.get(slot)) is not None:
-                event.wait()
-                del self._arriving[slot]
-        return slots
-
-
 class StreamedExperts:
-    """A layer's experts on the host, from where they cross the link to slots. A layer has slots of its own for passes,
-    since layers come in turns: where a pass wants more than all slots hold, slots that layers shared would have lost
-    every expert when its layer comes again."""
+    """A layer's experts, which are copied from their homes to slots as they are wanted. A layer has slots of its own
+    for passes, since layers come in turns: where a pass wants more than all slots hold, slots that layers shared would
+    have lost every expert when its layer comes again."""
 
     def __init__(
-        self, homes: Tensor, slots: ExpertSlots, layout: LayerLayout, layer: int = 0, room: Room | None = None
+        self, homes: Homes, slots: ExpertSlots, layout: LayerLayout, layer: int = 0, room: Room | None = None
     ) -> None:
-        """homes: uint8 [experts, layout.num_bytes] on the host. layer: its number, other than that of each layer with
-        the same slots. room: of all layers; by default its own."""
+        """layer: its number, other than that of each layer with the same slots. room: of all layers; by default its
+        own."""
         self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
         self._homes, self._slots, self._layer = homes, slots, layer
 
@@ -170,7 +105,7 @@ class StreamedExperts:
         wanted = [(self._layer, number) for number in chosen if number < len(self._homes)]
         hits = self._slots.used(wanted)
         missing = [expert for expert in wanted if expert not in hits]
-        self.stats += ExpertStats(len(hits), len(missing), len(missing) * self._homes.shape[1])
+        self.stats += ExpertStats(len(hits), len(missing), len(missing) * self._homes.num_bytes)
         coming = self._fetch(missing[: len(self._slots) - len(hits)])
         if hits:
             yield self._slots.arrived(hits)
@@ -181,7 +116,7 @@ class StreamedExperts:
             coming = self._fetch(missing[: len(self._slots)])  # whose experts have been used
 
     def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
-        return self._slots.fetch({expert: self._homes[expert[1]] for expert in experts})
+        return self._slots.fetch({expert: self._homes.fill(expert[1]) for expert in experts})
 
 
 def _in_groups(slots: dict[Expert, int]) -> Iterator[dict[Expert, int]]:
@@ -191,13 +126,19 @@ def _in_groups(slots: dict[Expert, int]) -> Iterator[dict[Expert, int]]:
         yield dict(every[first : first + _AT_ONCE])
 
 
-class HostExperts(ResidentExperts):
+class HostExperts:
     """A layer's experts on the host, where the CPU runs them in a pass. in_prefill: the same experts in a prefill,
     whose many rows run on the device."""
 
-    def __init__(self, bank: Bank, in_prefill: StreamedExperts) -> None:
-        super().__init__(bank)
-        self.in_prefill = in_prefill
+    room = None
+
+    def __init__(self, own: ResidentExperts | StreamedExperts, in_prefill: StreamedExperts) -> None:
+        """own: with their bank on the host."""
+        self.bank, self.own, self.in_prefill = own.bank, own, in_prefill
+
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
+        """See `ExpertHomes`."""
+        return self.own.batches(chosen)
 
 
 def load_experts(
@@ -211,33 +152,50 @@ def load_experts(
     slots: int,
     on_bytes: Callable[[int], None],
     on_cpu: int = 0,
+    places: int = 0,
+    disk: Disk | None = None,
     shard: Shard = ALONE,
 ) -> tuple[ExpertHomes | None, ...]:
     """The experts of each layer of the whole model `config`, () if no layer has any: on the device, or, if `slots` is
     not 0, on the host, from where they cross `link` to so many slots of each layer. on_cpu: the number of layers whose
-    experts the CPU runs, see `cpu_layers`; in a prefill they share SHARED_SLOTS slots. See `load_weights`."""
+    experts the CPU runs, see `cpu_layers`; in a prefill they share SHARED_SLOTS slots. places: of each layer, for
+    experts in host memory, if they are not there all; `disk` then reads the others from the checkpoint's files, which
+    it keeps open. See `load_weights`."""
     own = shard.config(config)
     layouts = {kind.block: layout_of(kind, dtype) for kind, _ in own.kinds if kind.block.experts is not None}
     of_cpu, room = cpu_layers(own, on_cpu), Room()
+    files = ModelFiles(checkpoint, disk) if disk is not None and layouts else None
 
     def made_slots(count: int, num_bytes: int) -> ExpertSlots:
-        assert link is not None
-        content = memory.allocate((count, num_bytes), torch.uint8, tier="device", purpose="expert slots")
-        return ExpertSlots(content, link)
+        return ExpertSlots(memory.allocate((count, num_bytes), torch.uint8, tier="device", purpose="expert slots"))
 
     def of_layer(index: int, block: Block) -> ExpertHomes | None:
         if block.experts is None:
             return None
-        layout, count, tier = layouts[block], block.experts.count, _tier(slots)
-        content = memory.allocate((count, layout.num_bytes), torch.uint8, tier=tier, purpose=f"{name} experts")
-        _read(checkpoint, config, layout, index, content, shard, dtype)
-        on_bytes(content.nbytes)
+        layout, count = layouts[block], block.experts.count
+        held = min(places, count) if files is not None else count
+        content = memory.allocate((held, layout.num_bytes), torch.uint8, tier=_tier(slots), purpose=f"{name} experts")
+        inside = LayerExperts(checkpoint, config, layout, index, shard, dtype)
+        on_bytes(count * layout.num_bytes)
+        if files is None or held == count:
+            inside.read_all(content)
+            return streamed(ResidentExperts(bank_of(layout, content)), partial(HostHomes, content), index, layout)
+        found, kept = FileHomes(ExpertFile(inside, files)), ExpertSlots(content)
+        here = StreamedExperts(found, kept, layout, index, room)
+        return streamed(here, partial(CachedHomes, found, kept, index), index, layout)
+
+    def streamed(
+        here: ResidentExperts | StreamedExperts, homes: Callable[[Link], Homes], index: int, layout: LayerLayout
+    ) -> ExpertHomes:
+        """The experts of a layer that are `here`, on the host if there are slots."""
         if not slots:
-            return ResidentExperts(bank_of(layout, content))
+            return here
+        assert link is not None
+        found = homes(link)
         if index in of_cpu:
             assert shared is not None
-            return HostExperts(bank_of(layout, content), StreamedExperts(content, shared, layout, index, room))
-        return StreamedExperts(content, made_slots(min(slots, count), layout.num_bytes), layout, index, room)
+            return HostExperts(here, StreamedExperts(found, shared, layout, index, room))
+        return StreamedExperts(found, made_slots(min(slots, len(found)), layout.num_bytes), layout, index, room)
 
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
     shared = made_slots(min(SHARED_SLOTS, own.experts.count), largest) if own.experts and of_cpu else None

@@ -19,6 +19,7 @@ from offload.kernels.rope import ScoringWeights
 from offload.plan.placement import TableTier
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
+from offload.transfer.disk import Disk
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory, Tier
 from offload.weights.checkpoint import Checkpoint
@@ -254,6 +255,8 @@ def load_weights(
     link_bits: int = 16,
     expert_slots: int = 0,
     cpu_experts: int = 0,
+    expert_places: int = 0,
+    disk: Disk | None = None,
     table: TableTier = "device",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
@@ -261,7 +264,8 @@ def load_weights(
     """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
     Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0;
-    those of `cpu_experts` layers are run by the CPU.
+    those of `cpu_experts` layers are run by the CPU. With a disk, only `expert_places` of each layer are in memory; it
+    reads the others from the checkpoint's files as they are wanted.
     The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
     them under `name`. Only rank 0 has the head.
 
@@ -287,6 +291,8 @@ def load_weights(
         link=link,
         slots=expert_slots,
         on_cpu=cpu_experts,
+        places=expert_places,
+        disk=disk,
         on_bytes=on_bytes,
         shard=shard,
     )

@@ -32,7 +32,10 @@ from offload.speed.routing import hit_rate
 from offload.speed.split import Split
 from offload.transfer.link import PacedLink
 from offload.transfer.pace import sleep_until
-from offload.weights.experts import Behind, ExpertSlots, HostExperts, StreamedExperts, bank_of, layout_of
+from offload.weights.expert_layout import bank_of, layout_of
+from offload.weights.expert_slots import ExpertSlots
+from offload.weights.experts import HostExperts
+from offload.weights.streamed_experts import Behind, StreamedExperts
 
 EXPERTS = Experts(FeedForward(32), 128, 8)
 SHARES = (0.2, 0.4, 0.6)

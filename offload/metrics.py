@@ -109,15 +109,33 @@ class ExpertStats:
         return ExpertStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
+@dataclass(frozen=True)
+class DiskStats:
+    """Experts that were read from their file: how many, and their bytes. seconds: time with at least one being read."""
+
+    reads: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: DiskStats) -> DiskStats:
+        return DiskStats(self.reads + other.reads, self.num_bytes + other.num_bytes, self.seconds + other.seconds)
+
+    def __sub__(self, earlier: DiskStats) -> DiskStats:
+        """The counts since `earlier`."""
+        return DiskStats(self.reads - earlier.reads, self.num_bytes - earlier.num_bytes, self.seconds - earlier.seconds)
+
+
 @dataclass
 class LinkStats:
-    """Traffic over the link. busy_seconds: time with at least one copy from host to device in flight."""
+    """Traffic over the link, and from the disk. busy_seconds: time with at least one copy from host to device in
+    flight."""
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
     busy_seconds: float = 0.0
     bytes_per_second: float | None = None  # the set bandwidth; None without a link or if the link is not paced
     experts: ExpertStats = field(default_factory=ExpertStats)
+    disk: DiskStats = field(default_factory=DiskStats)
 
     def __sub__(self, earlier: LinkStats) -> LinkStats:
         """The traffic since `earlier`."""
@@ -127,6 +145,7 @@ class LinkStats:
             self.busy_seconds - earlier.busy_seconds,
             self.bytes_per_second,
             self.experts - earlier.experts,
+            self.disk - earlier.disk,
         )
 
 

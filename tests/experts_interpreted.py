@@ -31,7 +31,8 @@ from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
 from offload.kernels.norms import NormWeights
 from offload.native.launch import counting, launch
-from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.weights.expert_layout import bank_of, layout_of
+from offload.weights.experts import ResidentExperts
 from offload.weights.linear import product
 from test_expert_slots import Homes, streamed
 from test_experts import MIXTURES, Scene, by_the_formula, config_of, scene

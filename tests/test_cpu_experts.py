@@ -35,7 +35,8 @@ from offload.speed.routing import distinct_experts
 from offload.transfer.link import PacedLink
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.experts import HostExperts, StreamedExperts, in_prefill, load_experts
+from offload.weights.experts import HostExperts, in_prefill, load_experts
+from offload.weights.streamed_experts import StreamedExperts
 from offload.worker import curve_timer
 from offload.worker.curve_timer import timed
 from test_experts import scene

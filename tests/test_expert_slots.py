@@ -26,8 +26,13 @@ from offload.speed.routing import distinct_experts, hit_rate
 from offload.speed.split import LinkPace, Split
 from offload.transfer.link import CudaLink, PacedLink
 from offload.transfer.memory import Memory
-from offload.weights import experts as module
-from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.weights import expert_homes as home_module
+from offload.weights import expert_slots as slot_module
+from offload.weights import streamed_experts as module
+from offload.weights.expert_homes import HostHomes
+from offload.weights.expert_layout import bank_of, layout_of
+from offload.weights.expert_slots import ExpertSlots
+from offload.weights.experts import ResidentExperts
 from test_experts import Run, Scene, config_of, of, scene
 
 NUM_LAYERS = 3
@@ -77,26 +82,35 @@ class AtRandom(Split):
 
 @contextmanager
 def streamed(
-    homes: Homes, slots: int, source: ModuleType = module, *, shared: bool = False, split: Split | None = None
+    homes: Homes,
+    slots: int,
+    source: ModuleType = module,
+    slot_source: ModuleType = slot_module,
+    *,
+    shared: bool = False,
+    split: Split | None = None,
 ) -> Iterator[list[module.StreamedExperts]]:
     """The layers' experts over a link that is late by up to a millisecond. slots: of each layer, or shared by all."""
     late = random.Random(7)
     link = PacedLink(None, delay=lambda: late.choice((0.0, 0.0, 0.0002, 0.001)))
     layout = layout_of(config_of(EXPERTS), torch.bfloat16)
-    made = [slots_of(link, slots, source) for _ in homes.of_host[: 1 if shared else None]]
+    behind = source.Behind()
+    made = [slots_of(slots, slot_source) for _ in homes.of_host[: 1 if shared else None]]
     try:
         yield [
-            source.StreamedExperts(home, made[0 if shared else layer], layout, layer, split=split)
-            for layer, home in enumerate(homes.of_host)
+            source.StreamedExperts(
+                own, made[0 if shared else layer], layout, layer, sharing=split and source.Sharing(own, split, behind)
+            )
+            for layer, own in enumerate(HostHomes(home, link) for home in homes.of_host)
         ]
     finally:
         link.close()
 
 
-def slots_of(link: PacedLink, count: int, source: ModuleType = module) -> module.ExpertSlots:
+def slots_of(count: int, source: ModuleType = slot_module) -> ExpertSlots:
     """Zeroed slots, each with more bytes than an expert has."""
     num_bytes = layout_of(config_of(EXPERTS), torch.bfloat16).num_bytes + 64
-    made: module.ExpertSlots = source.ExpertSlots(torch.zeros(count, num_bytes, dtype=torch.uint8), link)
+    made: ExpertSlots = source.ExpertSlots(torch.zeros(count, num_bytes, dtype=torch.uint8))
     return made
 
 
@@ -179,23 +193,28 @@ def test_experts_that_are_there_are_used_while_others_arrive(homes: Homes) -> No
 def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None:
     link = PacedLink(None, delay=lambda: 0.05)
     layout = layout_of(config_of(EXPERTS), torch.bfloat16)
-    slots = slots_of(link, 4)
-    own = module.StreamedExperts(homes.of_host[0], slots, layout)
-    slots.fetch({(0, 6): homes.of_host[0][6]})  # begun, and not waited for
+    slots, of_host = slots_of(4), HostHomes(homes.of_host[0], link)
+    own = module.StreamedExperts(of_host, slots, layout)
+    slots.fetch({(0, 6): of_host.fill(6)})  # begun, and not waited for
     (batch,) = own.batches(torch.tensor([6]))
     assert torch.equal(slots.content[int(batch.places[6]), : layout.num_bytes], homes.of_host[0][6])
     link.close()
 
 
 RACES = [
-    ("an expert is used before it has arrived", "                event.wait()", "                pass"),
-    ("an expert arrives in a slot that is still computed with", "(self.link.record(),)", "()"),
+    ("an expert is used before it has arrived", slot_module, "lambda event: event.wait()", "lambda _: None"),
+    (
+        "an expert arrives in a slot that is still computed with",
+        home_module,
+        "home, (self._link.record(),)",
+        "home, ()",
+    ),
 ]
 
 
 @pytest.mark.parametrize("race", [None, *RACES], ids=lambda race: race[0] if race else "none")
 def test_on_a_gpu_copies_and_computation_are_ordered(
-    homes: Homes, race: tuple[str, str, str] | None, monkeypatch: pytest.MonkeyPatch
+    homes: Homes, race: tuple[str, ModuleType, str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU on paper sees each wait that is missing, planted here."""
     pytest.importorskip("triton")
@@ -204,13 +223,14 @@ def test_on_a_gpu_copies_and_computation_are_ordered(
 
     device, own, layout = torch.device("cuda:0"), homes.scenes[0], layout_of(config_of(EXPERTS), torch.bfloat16)
     if race:
-        plant(Bug(race[0], module.__name__, *race[1:]), monkeypatch)
+        description, source, *change = race
+        plant(Bug(description, source.__name__, *change), monkeypatch)
     with torch.inference_mode(), on_paper() as gpu:
         memory = Memory(device)
         home = memory.allocate(homes.of_host[0].shape, torch.uint8, tier="host", purpose="experts")
         home.copy_(homes.of_host[0])
         content = memory.allocate((2, layout.num_bytes), torch.uint8, tier="device", purpose="slots")
-        given = module.StreamedExperts(home, module.ExpertSlots(content, CudaLink(device)), layout)
+        given = module.StreamedExperts(HostHomes(home, CudaLink(device)), ExpertSlots(content), layout)
         norm = replace(own.norm, weight=own.norm.weight.to(device))
         mixture = Mixture(EXPERTS, Router(own.router.matrix.to(device)), norm)
         for first in range(0, 12, 3):
@@ -240,7 +260,9 @@ def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:
             return super().to_device(*args, **options)  # type: ignore[arg-type]
 
     link, layout = Failing(None), layout_of(config_of(EXPERTS), torch.bfloat16)
-    given: list[ExpertHomes] = [module.StreamedExperts(home, slots_of(link, 2), layout) for home in homes.of_host]
+    given: list[ExpertHomes] = [
+        module.StreamedExperts(HostHomes(home, link), slots_of(2), layout) for home in homes.of_host
+    ]
     link.broken = True
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the link is broken"):
@@ -252,33 +274,31 @@ def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: `old` becomes `new` in the source of weights/experts.py."""
+    """A fault: `old` becomes `new` in the source of weights/streamed_experts.py, or, of slots, of weights/expert_slots.py."""
 
     description: str
     old: str
     new: str
+    of_slots: bool = True
 
 
 MUTANTS = [
-    Mutant("a miss is used before it has arrived", "                event.wait()\n", "                pass\n"),
+    Mutant("a miss is used before it has arrived", "lambda event: event.wait()", "lambda _: None"),
     Mutant("another expert's slot", "found[expert] = self._free.pop()", "found[expert] = self._free.pop() - 1"),
-    Mutant("a slot that was given away is still its first expert's", "self._held.popitem(last=False)[1]",
-           "next(iter(self._held.values()))"),
-    Mutant("experts of another number", "self._homes[expert[1]] for", "self._homes[expert[1] - 1] for"),
-    Mutant("another layer's expert of that number", "{(self._layer, number)", "{(0, number)"),
-    Mutant("the last used expert makes room", "popitem(last=False)", "popitem(last=True)"),
-    Mutant("an expert that is there is fetched again into a second slot", "if each not in hits), key", "), key"),
+    Mutant("a slot that was given away is still its first expert's", "                del self._held[expert]\n", ""),
+    Mutant("experts of another number", "fill(expert[1]) for", "fill(expert[1] - 1) for", False),
+    Mutant("another layer's expert of that number", "{(self._layer, number)", "{(0, number)", False),
+    Mutant("the last used expert makes room", "next(iter(self._held.items()))", "next(reversed(self._held.items()))"),
+    Mutant("an expert that is there is fetched again into a second slot", "if each not in hits), key", "), key", False),
     Mutant("experts that are there may be given away", "self._fetch(crossing[:room])",
-           "self._fetch(crossing[: len(self._slots)])"),
-    Mutant("only the first experts arrive", "crossing = crossing[len(coming) :]", "crossing = []"),
+           "self._fetch(crossing[: len(self._slots)])", False),
+    Mutant("only the first experts arrive", "crossing = crossing[len(coming) :]", "crossing = []", False),
     Mutant("an expert that is used counts as unused", "            self._held.move_to_end(expert)\n",
            "            pass\n"),
-    Mutant("a miss is run by both", "return missing[:count], missing[count:]", "return missing, missing[count:]"),
-    Mutant("a miss is run by neither", "return missing[:count], missing[count:]",
-           "return missing[:count], missing[count + 1 :]"),
-    Mutant("an expert follows into a slot in use", "[: max(room - count, 0)]", "[: len(self._slots)]"),
-    Mutant("the CPU runs another expert", "{expert: expert[1] for expert in experts}",
-           "{expert: expert[1] - 1 for expert in experts}"),
+    Mutant("a miss is run by both", "far + near[:count]", "far + near", False),
+    Mutant("a miss is run by neither", "for each in near[count:]}", "for each in near[count + 1 :]}", False),
+    Mutant("an expert follows into a slot in use", "[: max(room - len(far) - count, 0)]", "[: len(self._slots)]", False),
+    Mutant("the CPU runs another expert", "{each: held[each[1]] for", "{each: held[each[1]] - 1 for", False),
 ]  # fmt: skip
 
 
@@ -286,16 +306,22 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
 def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
     """By other bits, by an error, or by other counts than those of the least recently used."""
-    source = Path(str(module.__file__)).read_text()
+    original = slot_module if mutant.of_slots else module
+    source = Path(str(original.__file__)).read_text()
     assert source.count(mutant.old) == 1
-    edited = ModuleType(module.__name__)
+    edited = ModuleType(original.__name__)
     sys.modules["edited_experts"] = edited
     edited.__dict__["__name__"] = "edited_experts"
     exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), edited.__dict__)
 
+    sources = (module, edited) if mutant.of_slots else (edited, slot_module)
+
     def fails(slots: int, shared: bool = False) -> bool:
-        own, theirs = ({"shared": shared, "split": None if shared else AtRandom(slots)} for _ in range(2))
-        with streamed(homes, slots, edited, **own) as given, streamed(homes, slots, **theirs) as right:
+        own, theirs = (None if shared else AtRandom(slots) for _ in range(2))
+        with (
+            streamed(homes, slots, *sources, shared=shared, split=own) as given,
+            streamed(homes, slots, shared=shared, split=theirs) as right,
+        ):
             try:
                 if wrong(homes, given, of(BEST[-1])):
                     return True

@@ -31,7 +31,8 @@ from offload.plan.composition import PLAIN
 from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import Options
 from offload.plan.sizing import PREFILL_BLOCK, Sizing
-from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.weights.expert_layout import bank_of, layout_of
+from offload.weights.experts import ResidentExperts
 from offload.weights.linear import product
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

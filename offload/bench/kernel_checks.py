@@ -27,7 +27,8 @@ from offload.kernels.norms import NormWeights
 from offload.model.loading import DTYPES
 from offload.plan.what_if import LLAMA31_8B
 from offload.speed.hardware import Hardware
-from offload.weights.experts import ResidentExperts, bank_of, layout_of
+from offload.weights.expert_layout import bank_of, layout_of
+from offload.weights.experts import ResidentExperts
 
 NUM_ROWS, OUTPUTS, INPUTS = 5, 96, 512
 # One of each sort of blocks.

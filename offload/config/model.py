@@ -402,9 +402,10 @@ class ModelConfig:
         """Bytes of one expert of `block`; 0 if it has none."""
         return expert_bytes(self.block, self.hidden_size, dtype_bytes)
 
-    def experts_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of all experts of `block`; 0 if it has none."""
-        return self.block.experts.count * self.expert_bytes(dtype_bytes) if self.block.experts else 0
+    def experts_bytes(self, dtype_bytes: int, most: int = 0) -> int:
+        """Bytes of the experts of `block`, all or at most so many; 0 if it has none."""
+        count = self.block.experts.count if self.block.experts else 0
+        return min(most or count, count) * self.expert_bytes(dtype_bytes)
 
     def layer_parameters(self) -> int:
         """Parameters of `block`: matrices, biases, norms, vectors and experts."""

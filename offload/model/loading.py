@@ -16,6 +16,7 @@ from offload.model.next_token import NextTokenDecoder
 from offload.model.sums import Sums
 from offload.plan.planner import Plan
 from offload.plan.shards import ALONE, Shard
+from offload.transfer.disk import Disk
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.weights.assistant import load_assistant
@@ -31,13 +32,15 @@ def load_decoders(
     plan: Plan,
     memory: Memory,
     link: Link | None,
+    disk: Disk | None,
     on_bytes: Callable[[int, int], None],
     *,
     shard: Shard = ALONE,
     sums: Sums | None = None,
 ) -> dict[str, Decoder]:
     """Check each folder's checkpoint and load it: onto the device, except for the offloaded layers of "target". A draft
-    in the target's folder is its next-token head, whose experts are where those of "target" are.
+    in the target's folder is its next-token head, whose experts are where those of "target" are. disk: reads experts
+    while the model runs, where not all of them are in memory.
 
     shard, sums: this rank's shard of "target", and the sums over all ranks; other models are whole.
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
@@ -67,6 +70,8 @@ def load_decoders(
                     dtype=dtype,
                     link=link,
                     expert_slots=plan.placement.expert_slots,
+                    expert_places=plan.placement.expert_places,
+                    disk=disk,
                     on_bytes=count,
                 )
                 found = of_model(memory.device, configs[name])
@@ -90,6 +95,8 @@ def load_decoders(
                 expert_slots=plan.placement.expert_slots if name == "target" else 0,
                 cpu_experts=plan.placement.cpu_experts if name == "target" else 0,
                 shares_experts=plan.placement.shares_experts,
+                expert_places=plan.placement.expert_places if name == "target" else 0,
+                disk=disk if name == "target" else None,
                 table=plan.placement.table if name == "target" else "device",
                 on_bytes=count,
                 shard=shards[name],

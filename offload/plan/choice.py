@@ -113,7 +113,7 @@ def _asked_of_cpu(sizing: Sizing) -> int:
 
 def _without_levels(options: Options) -> Options:
     """The options of places alone."""
-    kept = ("context", "device", "gpus", "dtype", "offload", "device_memory", "link_gbps", "link_bits")
+    kept = ("context", "device", "gpus", "dtype", "offload", "device_memory", "host_memory", "link_gbps", "link_bits")
     return Options(**{name: getattr(options, name) for name in kept})
 
 

@@ -152,15 +152,19 @@ class Cost(Passes):
         return min(self.composition.budget / self.capacity, 1.0) or 1.0
 
     def prefill(self, num_tokens: int) -> float:
-        """Seconds of a prefill, layer by layer: the longest of computation with its sums, and of the transfers in each
-        direction: weights once, rows of the cache back once, hidden rows between two layers."""
+        """Seconds of a prefill, layer by layer: the longest of computation with its sums, of the transfers in each
+        direction, weights once, rows of the cache back once, hidden rows between two layers, and of reading experts
+        from the disk for each block."""
         hidden = self._crossing_rows(num_tokens)
         wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, num_tokens)
         inward = self.streamed_weights + hidden + (wanted if self.placement.expert_slots else 0)
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
         computed = self.device.prefill(num_tokens) + self.device.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
-        return max(computed + self.device.restoring, inward / self.link_rate, back / to_host)
+        blocks, last = divmod(num_tokens, PREFILL_BLOCK)
+        read = blocks * self.read_bytes(PREFILL_BLOCK) + (self.read_bytes(last) if last else 0.0)
+        reading = read / self.num_sequences / self.sizing.hardware.disk_read
+        return max(computed + self.device.restoring, inward / self.link_rate, back / to_host, reading)
 
     def _crossing_rows(self, num_tokens: int) -> int:
         """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""
@@ -192,7 +196,8 @@ class Prediction:
     pass's seconds that recording masses for the retrieval level adds. retrieval: the level at which the target proposes
     to itself, over retrieved tokens or all. retrieval_token_seconds: per token proposed there. sum_seconds: of a pass,
     in sums over the ranks. full_link_bytes: over each device's link in a full pass; missed_bytes: those of experts
-    among them, with a share of hit_rate of the experts on the device (speed/routing.py).
+    among them, with a share of hit_rate of the experts on the device (speed/routing.py). read_bytes: of experts from
+    the model's file.
     """
 
     prefill_seconds: float
@@ -217,6 +222,7 @@ class Prediction:
     draft_acceptance: float = field(default=DRAFT_ACCEPTANCE, metadata={LATER: True})  # of its token, one level up
     missed_bytes: int = field(default=0, metadata={LATER: True})
     hit_rate: float = field(default=1.0, metadata={LATER: True})
+    read_bytes: int = field(default=0, metadata={LATER: True})
 
 
 def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Prediction:
@@ -248,4 +254,5 @@ def predict(cost: Cost, best: Cost, plain: Cost, num_prompt_tokens: int) -> Pred
         draft_acceptance=cost.draft_acceptance,
         missed_bytes=round(cost.missed_bytes(1)),
         hit_rate=cost.hit_rate,
+        read_bytes=round(cost.read_bytes(1)),
     )

@@ -19,6 +19,7 @@ class Options:
     gpus: number of devices (on a CPU, of processes) that run the model together; None: all. gamma, draft_gamma: fixed
     lengths; None adapts them to the text. offload: the parts that may be kept on the host. On a CPU device and host are
     one memory, so all of the named parts are offloaded, unless device_memory limits the bytes on the "device".
+    host_memory: the most bytes on each host, on a CPU of all; experts that have no room there are read from their file.
     link_gbps: rate of a CPU's emulated link. cpu_experts: number of layers whose experts the CPU runs. weight_bits,
     kv_bits: of the weights and of the keys and values with which the target proposes to itself: 16 or 4, and for
     weights also 6. link_bits: of a cached number or a weight that crosses the link: 16, or 12 for lossless packing,
@@ -41,6 +42,7 @@ class Options:
     dtype: str = "auto"
     offload: frozenset[str] | None = None
     device_memory: float | None = None
+    host_memory: float | None = None
     link_gbps: float | None = None
     cpu_experts: int | None = None
     speculation: bool = True
@@ -69,8 +71,9 @@ class Options:
             raise UsageError(f"offload names {unknown}; it may name weights and kv")
         if self.link_gbps is not None and not 0.001 <= self.link_gbps <= 10_000:
             raise UsageError(f"link-gbps is {self.link_gbps}, it must be from 0.001 to 10000 GB/s")
-        if self.device_memory is not None and not 0.001 <= self.device_memory <= 100_000:
-            raise UsageError(f"device-memory is {self.device_memory}, it must be from 0.001 to 100000 GB")
+        for name, memory in (("device-memory", self.device_memory), ("host-memory", self.host_memory)):
+            if memory is not None and not 0.001 <= memory <= 100_000:
+                raise UsageError(f"{name} is {memory}, it must be from 0.001 to 100000 GB")
         moves = bool(self.offload) or (self.offload is None and self.device_memory is not None)
         if self.link_gbps is not None and not moves:
             raise UsageError("link-gbps paces a link and nothing is offloaded; add --offload weights,kv")

@@ -181,6 +181,15 @@ class Passes:
         wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, self.num_sequences * rows, slots)
         return wanted * (1.0 - self.share_on_cpu)
 
+    def read_bytes(self, rows: int) -> float:
+        """Bytes of experts that all ranks of a host read from the model's file in a pass of `rows` rows of each
+        sequence."""
+        if not (places := self.placement.expert_places):
+            return 0.0
+        sizing = self.sizing
+        wanted = layers_wanted_bytes(sizing.shard, sizing.itemsize, self.num_sequences * rows, places)
+        return sizing.hardware.ranks_per_host * wanted
+
     @property
     def share_on_cpu(self) -> float:
         """The share of the layers with experts whose experts the CPU runs, all of them."""
@@ -189,10 +198,14 @@ class Passes:
 
     def awaiting_experts(self, rows: int) -> float:
         """Seconds in which layers wait for experts in a pass, since only a layer's router says which ones: until they
-        have crossed the link, or until the CPU has run them. On a CPU that is part of a pass anyway."""
+        have been read from the disk, until they have crossed the link, or until the CPU has run them. On a CPU that is
+        part of a pass anyway."""
+        reading = self.read_bytes(rows) / self.sizing.hardware.disk_read
         fetching, number = self.missed_bytes(rows) / self.link_rate, self.placement.cpu_experts
         if self.placement.shares_experts:
-            return fetching - number * self._saved_by_cpu(rows, fetching / self.sizing.target.num_expert_layers)
+            saved = number * self._saved_by_cpu(rows, fetching / self.sizing.target.num_expert_layers)
+            return reading + fetching - saved
+        fetching += reading
         if self.sizing.hardware.is_cpu or not number:
             return fetching
         each = CPU_TURN + self._experts_by_cpu(self.num_sequences * rows) / self.sizing.hardware.num_hosts
@@ -215,11 +228,12 @@ class Passes:
     @property
     def draft_fetching(self) -> float:
         """Seconds of fetching experts in the draft's passes: those of a next-token head are where the target's are."""
-        draft, slots = self.sizing.draft, self.placement.expert_slots
-        if draft is None or not (draft.is_head and slots):
+        draft, placement, hardware = self.sizing.draft, self.placement, self.sizing.hardware
+        if draft is None or not draft.is_head:
             return 0.0
-        of_pass = layers_wanted_bytes(draft, self.sizing.itemsize, 1, slots)
-        return self.num_sequences * of_pass / self.link_rate
+        ways = (placement.expert_slots, self.link_rate), (placement.expert_places, hardware.disk_read)
+        of_pass = (layers_wanted_bytes(draft, self.sizing.itemsize, 1, count) / rate for count, rate in ways if count)
+        return self.num_sequences * sum(of_pass)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from offload.config.model import ModelConfig
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
@@ -32,9 +33,10 @@ class Placement:
     layers with weights on the device, without their experts, and of tiles of all layers together. expert_slots: of
     each layer, for experts on the device; 0 if all are there. cpu_experts: the number of layers whose experts the CPU
     may run in a pass, the last ones that have some; shares_experts: whether it runs some of those that no slot has, as
-    is soonest done, and not all. The rest crosses the link. Bytes are by purpose: of the first device,
-    of each other device if there are several, and of all ranks on the hosts. They are for all sequences that run at a
-    time; each has that number of tiles. Sizes of pages and tiles are in tokens.
+    is soonest done, and not all. expert_places: of each layer, for experts in host memory, or on a CPU in its memory; 0
+    if all are there, else the others are read from the model's file. The rest crosses the link. Bytes are by purpose:
+    of the first device, of each other device if there are several, and of all ranks on the hosts. They are for all
+    sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
 
     offload: tuple[str, ...]
@@ -59,12 +61,17 @@ class Placement:
     expert_slots: int = field(default=0, metadata={LATER: True})  # on each device
     cpu_experts: int = field(default=0, metadata={LATER: True})
     shares_experts: bool = field(default=False, metadata={LATER: True})
+    expert_places: int = field(default=0, metadata={LATER: True})
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
     def rounding(self) -> dict[str, object]:
         """The sizes that decide, beside those of pages and tiles, how a prefill's sums round."""
         return {"block": self.prefill_block, "ring": self.window_pages, "fused": self.fused_prefill}
+
+    def experts_held(self, layer: ModelConfig, itemsize: int) -> int:
+        """Bytes of the experts of a layer that are in memory, in slots or not."""
+        return layer.experts_bytes(itemsize, self.expert_places)
 
     @property
     def total_device_bytes(self) -> int:
@@ -104,7 +111,7 @@ def place(sizing: Sizing, capacity: int, composition: Composition, cpu_experts: 
 
 def _least_device_bytes(sizing: Sizing, capacity: int, offload: frozenset[str]) -> int:
     """The least device bytes if only the parts in `offload` may be on the host."""
-    layers = 0 if "weights" in offload else sizing.all_layers_bytes + sizing.experts_bytes
+    layers = 0 if "weights" in offload else sizing.all_layers_bytes + sizing.experts_bytes()
     tiles = 0 if "kv" in offload else sizing.num_growing * sizing.num_tiles(capacity) * sizing.num_sequences
     return layers + tiles * sizing.tile_bytes(capacity)
 
@@ -114,12 +121,12 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
     hardware = sizing.hardware
     tiers = [
         ("device memory", placement.total_device_bytes, device_room(sizing)),
-        ("host memory", placement.total_host_bytes, hardware.host_free_bytes * hardware.num_hosts),
+        ("host memory", placement.total_host_bytes, host_room(sizing)),
     ]
     if hardware.is_cpu:
         others = placement.total_other_device_bytes * (hardware.num_devices - 1)
         total = placement.total_device_bytes + others + placement.total_host_bytes
-        tiers = [("memory", total, hardware.host_free_bytes * hardware.num_hosts)]
+        tiers = [("memory", total, host_room(sizing))]
         if sizing.options.device_memory is not None:
             tiers.insert(0, ("device memory", placement.total_device_bytes, device_room(sizing)))
     for name, needed, free in tiers:
@@ -133,6 +140,13 @@ def device_room(sizing: Sizing) -> int:
     cap = sizing.options.device_memory
     free = sizing.hardware.device_free_bytes
     return free if cap is None else min(free, int(cap * 1e9))
+
+
+def host_room(sizing: Sizing) -> int:
+    """Bytes that may be used on all hosts; on a CPU those of the device among them."""
+    cap, hardware = sizing.options.host_memory, sizing.hardware
+    free = hardware.host_free_bytes
+    return (free if cap is None else min(free, int(cap * 1e9))) * hardware.num_hosts
 
 
 @dataclass(frozen=True)
@@ -152,15 +166,15 @@ class _Filling:
         if "kv" in self.offload:
             slots = self._best_slots(layers, slots) if slots else 0
             tiles = self._most_tiles(layers, slots)
-        bits = self._link_bits
+        bits, places = self._link_bits, self._most_places(layers, tiles, slots)
         several = sizing.num_devices > 1
         return Placement(
             offload=tuple(sorted(self.offload)),
             resident_layers=layers,
             resident_tiles=tiles,
-            device_bytes=self._device(layers, tiles, slots),
-            other_device_bytes=self._device(layers, tiles, slots, first=False) if several else {},
-            host_bytes=self._host(layers, tiles, slots),
+            device_bytes=self._device(layers, tiles, slots, places),
+            other_device_bytes=self._device(layers, tiles, slots, places, first=False) if several else {},
+            host_bytes=self._host(layers, tiles, slots, places),
             page_tokens=PAGE_TOKENS,
             window_pages=sizing.window_pages(self.capacity),
             checkpoints=sizing.num_checkpoints,
@@ -176,6 +190,7 @@ class _Filling:
             expert_slots=slots,
             cpu_experts=self._cpu_experts,
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
+            expert_places=places,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -195,6 +210,24 @@ class _Filling:
             return 0
         others = self._total(layers, self._least_tiles, self._least_slots) - self._slots_bytes(self._least_slots)
         return max(self._least_slots, self._most(self.sizing.num_experts, others, self._slots_bytes))
+
+    def _most_places(self, layers: int, tiles: int, slots: int) -> int:
+        """Places for the experts of each layer in host memory, or on a CPU in its memory: 0 if all have room there or
+        are on the device, and no fewer than a token uses."""
+        sizing, hardware = self.sizing, self.sizing.hardware
+        experts, others = sizing.target.experts, sizing.num_devices - 1
+        if experts is None or not (slots or hardware.is_cpu):
+            return 0
+
+        def fits(places: int) -> bool:
+            used = sum(self._host(layers, tiles, slots, places).values())
+            if hardware.is_cpu:
+                used += sum(self._device(layers, tiles, slots, places).values())
+                used += others * sum(self._device(layers, tiles, slots, places, first=False).values()) if others else 0
+            return used <= host_room(sizing)
+
+        least = max(experts.used, LEAST_SLOTS)
+        return 0 if fits(0) or least >= experts.count else max(least, largest(fits, experts.count - 1))
 
     def _most_tiles(self, layers: int, slots: int) -> int:
         """Tiles that have room beside so many layers and slots."""
@@ -227,15 +260,15 @@ class _Filling:
     def _total(self, layers: int, tiles: int, slots: int) -> int:
         return sum(self._device(layers, tiles, slots).values())
 
-    def _device(self, layers: int, tiles: int, slots: int, *, first: bool = True) -> dict[str, int]:
+    def _device(self, layers: int, tiles: int, slots: int, places: int = 0, *, first: bool = True) -> dict[str, int]:
         """Bytes by purpose of the first device, or of each other one."""
         sizing, bits = self.sizing, self._weight_link_bits(layers)
         sizes = {**(self._fixed if first else self._fixed_of_others)}
         sizes["target layers"] = sizing.layers_bytes(layers)
         sizes["expert slots"] = self._slots_bytes(slots, first=first)
-        sizes["target experts"] = 0 if slots else sizing.experts_bytes
-        if first and self._of_head[0]:
-            sizes["draft experts"] = 0 if slots else self._of_head[0]
+        sizes["target experts"] = 0 if slots else sizing.experts_bytes(places)
+        if first and self._of_head(1):
+            sizes["draft experts"] = 0 if slots else self._of_head(places)
         sizes["target embeddings"] -= self._table
         if layers < sizing.target.num_layers:
             opened = sizing.layer_bytes if bits < 16 else 0
@@ -255,22 +288,22 @@ class _Filling:
         return sizing.of_all({"arena": arena, "kv cache": tiles * sizing.tile_bytes(self.capacity)})
 
     def _slots_bytes(self, slots: int, *, first: bool = True) -> int:
-        return self.sizing.slots_bytes(slots, self._whole) + (slots * self._of_head[1] if first else 0)
+        return self.sizing.slots_bytes(slots, self._whole) + (slots * self._of_head(1) if first else 0)
 
-    def _host(self, layers: int, tiles: int, slots: int) -> dict[str, int]:
+    def _host(self, layers: int, tiles: int, slots: int, places: int) -> dict[str, int]:
         """Bytes by purpose on the hosts, for all devices."""
         sizing, streams_cache = self.sizing, "kv" in self.offload
         each = {
             "state checkpoints": sizing.checkpoint_bytes,
             "target layers": sizing.homes_bytes(layers, self._weight_link_bits(layers)),
-            "target experts": sizing.experts_bytes if slots else 0,
+            "target experts": sizing.experts_bytes(places) if slots else 0,
             "target embeddings": self._table,
             "hidden rows": sizing.hidden_bytes(self.capacity) if streams_cache else 0,
             "gathered chunks": sizing.fetched_bytes(self.capacity, self.composition) if streams_cache else 0,
             **sizing.host_cache_bytes(self.capacity, tiles, self._link_bits),
         }
         host = {name: size * sizing.num_devices for name, size in each.items()}
-        return _some(sizing.of_all(host | {"draft experts": self._of_head[0] if slots else 0}))
+        return _some(sizing.of_all(host | {"draft experts": self._of_head(places) if slots else 0}))
 
     @cached_property
     def _streams(self) -> bool:
@@ -301,10 +334,9 @@ class _Filling:
     def _fixed_of_others(self) -> dict[str, int]:
         return fixed_bytes(self.sizing, self.capacity, self.composition, first=False)
 
-    @cached_property
-    def _of_head(self) -> tuple[int, int]:
-        """Bytes of all experts of the next-token head that drafts, and of one of them; see `Sizing.head_experts`."""
-        return self.sizing.head_experts(self.composition)
+    def _of_head(self, most: int) -> int:
+        """See `Sizing.head_experts`."""
+        return self.sizing.head_experts(self.composition, most)
 
     @property
     def _all_tiles(self) -> int:

@@ -264,10 +264,16 @@ class Sizing:
         sizes = {kind.block: kind.layer_weight_bytes(self.itemsize) for kind, _ in self.shard.kinds}
         return [*accumulate((sizes[block] for block in self.shard.blocks), initial=0)]
 
+    def experts_bytes(self, most: int = 0) -> int:
+        """Bytes of the experts of all layers, on each device or for it on the host: of all, or of at most so many of
+        each layer."""
+        if most not in self._experts_bytes:
+            self._experts_bytes[most] = self.shard.all_layers(lambda layer: layer.experts_bytes(self.itemsize, most))
+        return self._experts_bytes[most]
+
     @cached_property
-    def experts_bytes(self) -> int:
-        """Bytes of the experts of all layers, on each device or for it on the host."""
-        return self.shard.all_layers(lambda layer: layer.experts_bytes(self.itemsize))
+    def _experts_bytes(self) -> dict[int, int]:
+        return {}
 
     def slots_bytes(self, slots: int, cpu_experts: int) -> int:
         """Bytes of slots for experts on each device: so many of each layer, but for the layers whose experts the CPU
@@ -292,13 +298,12 @@ class Sizing:
         """Bytes of the largest expert, on each device."""
         return max(kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds)
 
-    def head_experts(self, composition: Composition) -> tuple[int, int]:
-        """Bytes of all experts of the next-token head that drafts, and of one of them; 0 without any. They are where
-        the target's are, on the first device or for it on the host."""
+    def head_experts(self, composition: Composition, most: int = 0) -> int:
+        """Bytes of the experts of the next-token head that drafts, of all or of at most so many; 0 without any. They
+        are where the target's are, on the first device or for it on the host."""
         draft = self.draft
-        if draft is None or not (draft.is_head and composition.draft):
-            return 0, 0
-        return draft.experts_bytes(self.itemsize), draft.expert_bytes(self.itemsize)
+        drafts = draft is not None and draft.is_head and composition.draft
+        return draft.experts_bytes(self.itemsize, most) if draft is not None and drafts else 0
 
     def assistant_reads(self, capacity: int) -> int:
         """Bytes of the target's keys and values that a row of an assistant reads."""

@@ -17,7 +17,7 @@ from offload.machine import (
     machine_name,
     pcie,
 )
-from offload.speed.rates import RTX_4090, TWO_CORES, Rates, load_rates, typical
+from offload.speed.rates import DISK_READ, RTX_4090, TWO_CORES, Rates, load_rates, typical
 
 __all__ = ["RTX_4090", "TWO_CORES", "Hardware", "Rates", "probe", "rates_key"]
 
@@ -30,8 +30,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 class Hardware:
     """The devices and memory that a plan may use. device: "cpu" or "cuda:N". Bytes are the currently free ones. On a
     CPU the device's memory is the host's. has_kernels: whether a GPU's kernels can be compiled here; the CPU's are not
-    meant. packs: whether the CPU's kernels were built. in_wsl: see
-    machine.py; a GPU's plan can pin little there."""
+    meant. packs: whether the CPU's kernels were built. in_wsl: see machine.py; a GPU's plan can pin little there.
+    disk_read: bytes per second of direct reads of the model's file; disk_measured: else typical."""
 
     device: str
     device_name: str
@@ -44,6 +44,8 @@ class Hardware:
     has_kernels: bool = True
     packs: bool = True
     in_wsl: bool = False
+    disk_read: float = DISK_READ
+    disk_measured: bool = False
 
     @property
     def is_cpu(self) -> bool:

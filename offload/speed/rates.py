@@ -47,6 +47,7 @@ class Rates:
 
 TWO_CORES = Rates(to_device=18e9, to_host=18e9, device_read=28e9, host_read=45e9, flops=0.9e12)
 RTX_4090 = Rates(to_device=25e9, to_host=25e9, device_read=1.0e12, host_read=72e9, flops=160e12)  # DDR5-5600, twice
+DISK_READ = 2.5e9  # a solid-state disk on four lanes of PCIe 3
 _SERVER_READ = 165e9  # eight channels of DDR4-3200
 _RATE = number(1e6, 1e18)  # plausible rates, so that quotients are finite
 _DESKTOP_DEVICES = 2  # a desktop has no lanes for more

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _FIRST = 5e-11  # seconds in which a CPU runs a byte of an expert, until some are measured
 _ABSENT = 0.3  # of an expert's copy, for each expert that does not cross the link: it may be missed again
@@ -22,6 +22,10 @@ class LinkPace:
 
     ahead: float
     each: float
+
+    def behind(self, number: int) -> LinkPace:
+        """The pace once so many more experts are asked for."""
+        return replace(self, ahead=self.ahead + number * self.each)
 
 
 class Split:

@@ -25,7 +25,9 @@ from offload.config.names import TensorNames
 from offload.errors import ModelError, unreadable
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
+from offload.transfer.direct_file import FileState
 from offload.weights.entry import STORED_DTYPES, Entry
+from offload.weights.file_rows import FileRows, columns_of_blocks, rows_in_file
 from offload.weights.gguf_file import MappedFile, open_model
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
@@ -124,6 +126,21 @@ class Checkpoint:
             )
         return self._mapped(name)
 
+    def rows_in_file(self, name: str, rows: range, columns: range | None = None) -> FileRows | None:
+        """Where rows of a tensor lie in its file, for those who read them without the mapping; None where only
+        `read_into` and `read_stored` can give them. ModelError for columns that split a block."""
+        self._check_blocks(name, columns)
+        return rows_in_file(self._entry(name), self.shape(name)[0], rows, columns)
+
+    def states(self) -> dict[Path, FileState]:
+        """The files, each as it was opened."""
+        return {entry.path: entry.state for entry in self._entries.values()}
+
+    def kept(self) -> Checkpoint:
+        """This checkpoint for a longer life: closing this one closes nothing any more, and the files stay open until
+        the other one is closed."""
+        return Checkpoint(self.folder, self._entries, self._files.pop_all())
+
     def integers(self, name: str) -> Tensor:
         """A tensor of whole numbers, int64. ModelError if there is none of that name, or it has others."""
         entry = self._entry(name)
@@ -138,18 +155,17 @@ class Checkpoint:
             entry.file.forget(entry.stored_name)
 
     def _blocks(self, name: str, rows: range | None, columns: range | None) -> Tensor:
-        kind, source = ENCODINGS[self.encoding(name)], self._mapped(name, rows)
-        if columns is not None:
-            if columns.start % kind.numbers or columns.stop % kind.numbers:
-                raise ModelError(
-                    f"{self.folder}: {name} is stored in blocks of {kind.numbers} columns, which {columns.start} to "
-                    f"{columns.stop} would cut; use another number of ranks"
-                )
-            tail = source[:, source.shape[1] - kind.tail :]
-            start, stop = (kind.row_bytes(column) - kind.tail for column in (columns.start, columns.stop))
-            source = source[:, start:stop]
-            source = torch.cat([source, tail], 1) if kind.tail else source
-        return source
+        self._check_blocks(name, columns)
+        return columns_of_blocks(self._mapped(name, rows), self.encoding(name), columns)
+
+    def _check_blocks(self, name: str, columns: range | None) -> None:
+        """Raise ModelError for columns that split a block."""
+        numbers = ENCODINGS[encoding].numbers if (encoding := self.encoding(name)) else 1
+        if columns is not None and (columns.start % numbers or columns.stop % numbers):
+            raise ModelError(
+                f"{self.folder}: {name} is stored in blocks of {numbers} columns, which {columns.start} to "
+                f"{columns.stop} would cut; use another number of ranks"
+            )
 
     def read_into(self, name: str, dst: Tensor, *, rows: range | None = None, columns: range | None = None) -> None:
         """Copy tensor `name`, or some rows and columns of it, into `dst` of that shape, with any float dtype, strides

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload.transfer.direct_file import FileState
+
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -27,10 +29,11 @@ class Entry:
     blocks (formats/encodings.py). shape: of its numbers. unpack: for a matrix in any other format, the function
     from the file's rows, uint8 [n, bytes], to fp32 [n, inputs]. rows: of a file that makes a matrix' blocks as it reads
     them, the function that makes those of some rows, uint8 [n, bytes], and no others. is_gathered: the matrix is made
-    of several tensors."""
+    of several tensors. state: of the file as it was opened."""
 
     file: TensorFile
     path: Path
+    state: FileState
     stored_name: str
     shape: tuple[int, ...]
     dtype: str

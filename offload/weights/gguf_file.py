@@ -18,6 +18,7 @@ from offload.config.gguf import PLAIN, gguf_config, names_of, nvfp4_scales
 from offload.config.gguf_header import TensorInfo, read_header
 from offload.errors import ModelError, unreadable
 from offload.formats.encodings import ENCODINGS
+from offload.transfer.direct_file import FileState
 from offload.weights.entry import Entry
 
 _NVFP4 = ENCODINGS["NVFP4"]
@@ -34,11 +35,17 @@ class MappedFile:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.state = FileState.of(file.fileno())
         except (OSError, ValueError) as error:
             raise unreadable(path, error if isinstance(error, OSError) else OSError(str(error))) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only memory
             self._bytes: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def extent(self, name: str) -> tuple[int, int]:
+        """The first byte of a tensor in the file, and the number of its bytes."""
+        info = self._tensors[name]
+        return info.start, info.nbytes
 
     def forget(self, name: str) -> None:
         """Release the memory pages of a tensor that was copied, so that they no longer count as this process's memory.
@@ -134,9 +141,9 @@ def open_model(path: Path, opened: ExitStack) -> Iterator[tuple[str, Entry]]:
         if info.kind == _NVFP4.name:
             scale = tensors.get(scales.get(stored, ""))
             own = Nvfp4File(file, info, torch.ones(1) if scale is None else _scales(info, scale, files[scale.path]))
-            yield name, Entry(own, info.path, stored, info.shape, info.kind, rows=own.rows)
+            yield name, Entry(own, info.path, file.state, stored, info.shape, info.kind, rows=own.rows)
         else:
-            yield name, Entry(file, info.path, stored, info.shape, info.kind, unpacker(info))
+            yield name, Entry(file, info.path, file.state, stored, info.shape, info.kind, unpacker(info))
 
 
 def as_row(info: TensorInfo) -> TensorInfo:

@@ -19,17 +19,19 @@ from offload.kernels.rope import ScoringWeights
 from offload.plan.placement import TableTier
 from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import NUM_STAGING
+from offload.transfer.disk import Disk
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory, Tier
 from offload.weights.checkpoint import Checkpoint
 from offload.weights.embedding import Embedding
-from offload.weights.experts import StreamedExperts, in_prefill, load_experts
+from offload.weights.experts import in_prefill, load_experts
 from offload.weights.fp16 import check_range
 from offload.weights.homes import AsTheyAre, Home, HomeMaker
 from offload.weights.layer_inputs import LayerInputWeights
 from offload.weights.layers import Layers, ResidentLayers, StreamedLayers
 from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
+from offload.weights.streamed_experts import StreamedExperts
 from offload.weights.tensors import head_order, sources
 
 _CHECKED_ROWS = 1 << 10  # of a layer table that are checked at once
@@ -256,6 +258,8 @@ def load_weights(
     expert_slots: int = 0,
     cpu_experts: int = 0,
     shares_experts: bool = False,
+    expert_places: int = 0,
+    disk: Disk | None = None,
     table: TableTier = "device",
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
@@ -263,7 +267,9 @@ def load_weights(
     """Load the weights of a checked checkpoint, or a shard of them: all on the device, or, with a link, the first
     `num_resident` layers on the device and the others on the host, from where they cross in `link_bits` bits a weight.
     Experts are on the device, or on the host with `expert_slots` slots of each layer on the device, if that is not 0;
-    those of `cpu_experts` layers are run by the CPU, or with `shares_experts` some of those that are in no slot.
+    those of `cpu_experts` layers are run by the CPU, or with `shares_experts` some of those that are in no slot. With a
+    disk, only `expert_places` of each layer are in memory; it reads the others from the checkpoint's files as they are
+    wanted.
     The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
     them under `name`. Only rank 0 has the head.
 
@@ -290,6 +296,8 @@ def load_weights(
         slots=expert_slots,
         on_cpu=cpu_experts,
         shared=shares_experts,
+        places=expert_places,
+        disk=disk,
         on_bytes=on_bytes,
         shard=shard,
     )

@@ -12,6 +12,7 @@ from offload.config.model import ModelConfig
 from offload.config.next_token import join_of
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.norms import NormWeights, dtype_of
+from offload.transfer.disk import Disk
 from offload.transfer.link import Link
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint, check_head
@@ -45,6 +46,8 @@ def load_next_token(
     dtype: torch.dtype,
     link: Link | None,
     expert_slots: int,
+    expert_places: int = 0,
+    disk: Disk | None = None,
     on_bytes: Callable[[int], None],
 ) -> NextTokenWeights:
     """Load the head from its model's checkpoint onto the device, but for its experts if `expert_slots` is not 0, see
@@ -68,7 +71,16 @@ def load_next_token(
     load_layer(checkpoint, config, layout, 0, buffer)
     on_bytes(buffer.nbytes)
     experts = load_experts(
-        checkpoint, config, memory, dtype=dtype, name="draft", link=link, slots=expert_slots, on_bytes=on_bytes
+        checkpoint,
+        config,
+        memory,
+        dtype=dtype,
+        name="draft",
+        link=link,
+        slots=expert_slots,
+        places=expert_places,
+        disk=disk,
+        on_bytes=on_bytes,
     )
     return NextTokenWeights(
         layout.bind(buffer),

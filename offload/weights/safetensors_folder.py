@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from offload.errors import ModelError, shell_line
 from offload.fields import TEXT, Fields, Kind, list_of
 from offload.strict_json import read_json
+from offload.transfer.direct_file import FileState
 from offload.weights.entry import STORED_DTYPES, Entry
 
 SINGLE_FILE = "model.safetensors"
@@ -88,11 +89,12 @@ def _shard_paths(folder: Path, shards: Iterable[str]) -> list[Path]:
 
 def _open_file(path: Path, files: ExitStack) -> dict[str, Entry]:
     _check_header_length(path)
+    state = FileState.of(path)  # before it is mapped: one that is replaced in between is told from it
     try:
         file = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return {
-            name: Entry(file, path, name, tuple(part.get_shape()), str(part.get_dtype()))
+            name: Entry(file, path, state, name, tuple(part.get_shape()), str(part.get_dtype()))
             for name, part in slices.items()
         }
     except SafetensorError as error:

@@ -27,6 +27,7 @@ from offload.plan.shards import ALONE, Shard
 from offload.plan.sizing import MAX_ROWS
 from offload.progress import OnProgress, Progress, Stage
 from offload.transfer.device import sum_in_fp32, use_device
+from offload.transfer.disk import Disk
 from offload.transfer.hidden_rows import StreamedRows
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
@@ -35,13 +36,15 @@ from offload.weights.layout import LayerLayout
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """The loaded models with the memory they are in and the link that streamed weights cross; they outlive a plan.
+    """The loaded models with the memory they are in, the link that streamed weights cross and the disk that experts are
+    read from; they outlive a plan.
     decoders: by name, "target" and, if there is one, "draft". rows: a prefill's hidden rows on the host, where the
     cache streams. graphs: memory of the levels' graphs."""
 
     decoders: Mapping[str, Decoder]
     memory: Memory
     link: Link | None
+    disk: Disk | None = None
     rows: StreamedRows | None = None
     graphs: GraphPool = field(default_factory=GraphPool)
     _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # copies of the target's, by number of bits
@@ -65,16 +68,18 @@ class LoadedModels:
         use_device(memory.device)
         sum_in_fp32(memory.device)
         link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
+        disk = Disk() if plan.placement.expert_places else None
         try:
             memory.pin_ahead(_host_blocks(plan, *_models(folders, shard), memory))
             on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
-            decoders = load_decoders(folders, plan, memory, link, on_read, shard=shard, sums=sums)
+            decoders = load_decoders(folders, plan, memory, link, disk, on_read, shard=shard, sums=sums)
             memory.wait_pinned(on_pinned)
-            return cls(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
+            return cls(decoders, memory, link, disk, streamed_rows(plan, decoders["target"].config, memory, link))
         except BaseException:
             memory.close()
-            if link is not None:
-                link.close()
+            for each in (disk, link):
+                if each is not None:
+                    each.close()
             raise
 
     @property
@@ -107,9 +112,10 @@ class LoadedModels:
         return width
 
     def close(self) -> None:
-        """End the link's threads."""
-        if self.link is not None:
-            self.link.close()
+        """End the threads of the link and the disk."""
+        for each in (self.disk, self.link):
+            if each is not None:
+                each.close()
 
 
 def num_scored(config: ModelConfig, num_tokens: int) -> int:
@@ -162,12 +168,12 @@ def _host_blocks(plan: Plan, config: ModelConfig, draft: ModelConfig | None, mem
             elements = config.layer(index).layer_matrix_elements()
             blocks.append(home_bytes(layouts[index].num_bytes, elements, placement.weight_link_bits))
     if placement.expert_slots:
-        each = (kind.experts_bytes(itemsize) for kind in map(config.layer, range(config.num_layers)))
+        each = (placement.experts_held(kind, itemsize) for kind in map(config.layer, range(config.num_layers)))
         blocks += filter(None, each)
     if placement.table == "host":
         blocks.append(config.vocab_size * config.hidden_size * itemsize)
     if placement.expert_slots and draft is not None and draft.is_head:
-        blocks += filter(None, [draft.experts_bytes(itemsize)])
+        blocks += filter(None, [placement.experts_held(draft, itemsize)])
     if "kv" in placement.offload:
         blocks.append(plan.request.capacity * config.hidden_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS

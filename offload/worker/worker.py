@@ -20,7 +20,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
-from offload.metrics import ExpertStats, LevelStats, LinkStats, RankStats
+from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, RankStats
 from offload.model.assistant import AssistantDecoder, AssistantLevel
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Hidden, Level, StreamingLevel
@@ -129,12 +129,15 @@ class Worker:
 
     @property
     def link_stats(self) -> LinkStats:
-        """The link's totals since the worker was loaded; zeros without a link."""
-        if self.link is None:
-            return LinkStats()
+        """The totals of the link and the disk since the worker was loaded; zeros without them."""
         every = (decoder.weights.streamed_experts for decoder in self.models.decoders.values())
         each = (own.stats for experts in every for own in experts)
-        return replace(self.link.stats, experts=sum(each, start=ExpertStats()))
+        link, disk = self.models.link, self.models.disk
+        return replace(
+            LinkStats() if link is None else link.stats,
+            experts=sum(each, start=ExpertStats()),
+            disk=DiskStats() if disk is None else disk.stats,
+        )
 
     def rank_stats(self) -> list[RankStats]:
         """The totals of each rank since the worker was loaded; empty with one rank."""

@@ -1,0 +1,86 @@
+"""Slots for experts on a device, or places in host memory, that the least recently used ones leave to others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from torch import Tensor
+
+from offload.errors import ModelError
+from offload.transfer.link import Event
+
+Expert = tuple[int, int]  # its layer, and its number there
+Fill = Callable[[Tensor], Event]  # begins to copy an expert into a slot, uint8 [bytes]
+
+
+class ExpertSlots:
+    """Slots for experts on the device, or places in host memory, of one layer or shared by several. An expert that is
+    in no slot takes the slot of the least recently used one."""
+
+    def __init__(self, content: Tensor) -> None:
+        """content: uint8 [slots, bytes of the largest expert]."""
+        self.content = content
+        self._held = OrderedDict[Expert, int]()  # expert -> slot, the least recently used first
+        self._free: list[int] = [*range(len(content))]
+        self._arriving = dict[int, Event]()  # by slot: copies to it that nobody has waited for
+        self._leaving = dict[int, Event]()  # by slot: the last copy from it
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
+        """The slot of each of `experts` that is in one. Such an expert counts as used now."""
+        hits = {expert: self._held[expert] for expert in experts if expert in self._held}
+        for expert in hits:
+            self._held.move_to_end(expert)
+        return hits
+
+    def fetch(self, experts: Mapping[Expert, Fill]) -> dict[Expert, int]:
+        """Begin to fill slots with experts that are in none, at most as many as there are slots. Returns their
+        slots."""
+        found = dict[Expert, int]()
+        for expert, fill in experts.items():
+            slot = self._made_free()
+            self._arriving[slot] = fill(self.content[slot])
+            self._held[expert] = found[expert] = self._free.pop()
+        return found
+
+    def arrived(self, slots: dict[Expert, int]) -> dict[Expert, int]:
+        """Make computation issued from now on wait for the copies to `slots`. Returns `slots`. An expert whose copy
+        failed is in none any more, and the copy's error is raised."""
+        for expert, slot in slots.items():
+            self._wait(expert, slot, lambda event: event.wait())
+        return slots
+
+    def has_arrived(self, slot: int) -> bool:
+        """Whether somebody has waited for what was copied to `slot`."""
+        return slot not in self._arriving
+
+    def leaves(self, slot: int, event: Event) -> None:
+        """Let the expert in `slot` stay until `event`, the end of a copy from it, later than those before."""
+        self._leaving[slot] = event
+
+    def _made_free(self) -> int:
+        """A slot of no expert, which nothing is copied to or from."""
+        while not self._free:
+            expert, slot = next(iter(self._held.items()))
+            with suppress(ModelError):  # of a copy that nobody waited for: the expert has gone
+                if (event := self._leaving.pop(slot, None)) is not None:
+                    event.synchronize()
+                self._wait(expert, slot, lambda event: event.synchronize())
+                del self._held[expert]
+                self._free.append(slot)
+        return self._free[-1]
+
+    def _wait(self, expert: Expert, slot: int, wait: Callable[[Event], None]) -> None:
+        if (event := self._arriving.get(slot)) is None:
+            return
+        try:
+            wait(event)
+        except Exception:
+            del self._held[expert], self._arriving[slot]
+            self._free.append(slot)
+            raise
+        del self._arriving[slot]

@@ -1,0 +1,165 @@
+"""The experts of a layer that are copied to slots as they are wanted, or run by the CPU where they are."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offload.kernels.experts import Batch, Room
+from offload.metrics import ExpertStats
+from offload.speed.split import Split
+from offload.transfer.memory import sent
+from offload.weights.expert_homes import Homes, NearHomes
+from offload.weights.expert_layout import bank_of
+from offload.weights.expert_slots import Expert, ExpertSlots
+from offload.weights.layout import LayerLayout
+
+_AT_ONCE = 8  # experts that are used together as they arrive
+Fetch = Callable[[Sequence[Expert]], object]
+
+
+class Behind:
+    """The experts that the CPU has run in a pass, of all layers: they cross the link when it is idle, to be in slots
+    when their layer comes again."""
+
+    def __init__(self) -> None:
+        self._waiting = OrderedDict[int, tuple[list[Expert], Fetch]]()  # by layer, that which comes next first
+
+    def put(self, layer: int, experts: Sequence[Expert], fetch: Fetch) -> None:
+        """Have a layer's `experts` wait in place of those that still do."""
+        self._waiting.pop(layer, None)
+        if experts:
+            self._waiting[layer] = [*experts], fetch
+
+    def fetch(self, count: int) -> None:
+        """Begin to fetch up to `count` experts."""
+        while count > 0 and self._waiting:
+            layer, (experts, fetch) = next(iter(self._waiting.items()))
+            fetch(experts[:count])
+            count -= len(experts)
+            del experts[: len(experts) + min(count, 0)]
+            if not experts:
+                del self._waiting[layer]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The sharing of a layer's missed experts between the link and the CPU. split, behind: of all layers with that
+    link."""
+
+    homes: NearHomes
+    split: Split
+    behind: Behind
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The shares of a layer's missed experts: those that cross the link now, those that the CPU runs, by their places
+    in host memory, and how many of these and of other layers' can cross the link meanwhile."""
+
+    crossing: Sequence[Expert]
+    by_cpu: Mapping[Expert, int] = field(default_factory=dict)
+    following: int = 0
+
+
+class StreamedExperts:
+    """A layer's experts, which are copied from their homes to slots as they are wanted, or run by the CPU where they
+    are. A layer has slots of its own for passes, since layers come in turns: where a pass wants more than all slots
+    hold, slots that layers shared would have lost every expert when its layer comes again."""
+
+    def __init__(
+        self,
+        homes: Homes,
+        slots: ExpertSlots,
+        layout: LayerLayout,
+        layer: int = 0,
+        room: Room | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """layer: its number, other than that of each layer with the same slots. room: of all layers; by default its
+        own. sharing: of missed experts with the CPU; None: it runs none."""
+        self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
+        self._homes, self._slots, self._layer, self._sharing = homes, slots, layer, sharing
+        self._in_memory = None if sharing is None else bank_of(layout, sharing.homes.content)
+        self.in_prefill = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
+
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
+        """See `ExpertHomes`. The first batch has the experts that are in slots, while others cross the link; then come
+        those that the CPU runs; each further batch has a few of those that have arrived."""
+        wanted = self._wanted(chosen)
+        hits = self._slots.used(wanted)
+        missing = sorted((each for each in wanted if each not in hits), key=lambda each: -wanted[each])
+        room = len(self._slots) - len(hits)
+        shares = self._shared(missing, wanted, room)
+        self.stats += ExpertStats(len(hits), len(missing), 0, len(shares.by_cpu))
+        crossing = shares.crossing
+        coming = self._fetch(crossing[:room])
+        if hits:
+            yield self._arrived(hits)
+        if self._sharing is not None:
+            self._sharing.behind.fetch(shares.following)
+        if shares.by_cpu:
+            yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
+        while crossing:
+            for group in _in_groups(coming):
+                yield self._arrived(group)
+            crossing = crossing[len(coming) :]
+            coming = self._fetch(crossing[: len(self._slots)])  # whose experts have been used
+
+    def _wanted(self, chosen: Tensor) -> dict[Expert, int]:
+        """The experts that are chosen, each with its number of rows."""
+        numbers, rows = (each.tolist() for each in chosen.cpu().unique(return_counts=True))
+        found = {(self._layer, number): own for number, own in zip(numbers, rows, strict=True)}
+        found.pop((self._layer, len(self._homes)), None)  # no expert
+        return found
+
+    def _shared(self, missing: Sequence[Expert], wanted: Mapping[Expert, int], room: int) -> _Shares:
+        """The shares of link and CPU. missing: those with the most rows first. room: slots that no expert of this pass
+        has."""
+        if (sharing := self._sharing) is None:
+            return _Shares(missing)
+        split, pace, num_bytes = sharing.split, sharing.homes.pace(), self._homes.num_bytes
+        split.began()
+        held = sharing.homes.in_memory([number for _, number in missing])
+        far = [each for each in missing if each[1] not in held]
+        near = [each for each in missing if each[1] in held]
+        rows = [wanted[each] for each in near]
+        count = split.crossing(rows, num_bytes, pace.behind(len(far)))
+        more = split.following(rows[count:], num_bytes, pace.behind(len(far) + count))
+        sharing.behind.put(self._layer, near[count:][: max(room - len(far) - count, 0)], self._fetch)
+        return _Shares(far + near[:count], {each: held[each[1]] for each in near[count:]}, more)
+
+    def _by_cpu(self, places: Mapping[Expert, int], rows: Sequence[int]) -> Iterator[Batch]:
+        """The batch that the CPU runs, which is timed. places: in host memory."""
+        assert self._in_memory is not None
+        assert self._sharing is not None
+        began = time.perf_counter()
+        yield Batch(self._in_memory, self._places(places))
+        self._sharing.split.ran(rows, self._homes.num_bytes, time.perf_counter() - began)
+        self._sharing.split.ended()
+
+    def _arrived(self, slots: dict[Expert, int]) -> Batch:
+        """The batch of experts in slots, from when they have arrived."""
+        places = self._places(self._slots.arrived(slots))
+        return Batch(self.bank, sent(places, self._slots.content.device))
+
+    def _places(self, places: Mapping[Expert, int]) -> Tensor:
+        of_all = torch.full((len(self._homes),), -1, dtype=torch.int32)
+        of_all[[number for _, number in places]] = torch.tensor([*places.values()], dtype=torch.int32)
+        return of_all
+
+    def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
+        self.stats += ExpertStats(fetched_bytes=len(experts) * self._homes.num_bytes)
+        return self._slots.fetch({expert: self._homes.fill(expert[1]) for expert in experts})
+
+
+def _in_groups(slots: dict[Expert, int]) -> Iterator[dict[Expert, int]]:
+    """Some experts at a time, so that the first ones are used while the others arrive."""
+    every = [*slots.items()]
+    for first in range(0, len(every), _AT_ONCE):
+        yield dict(every[first : first + _AT_ONCE])

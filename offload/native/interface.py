@@ -41,7 +41,7 @@ class Product(ctypes.Structure):
         ("up", Matrix),
         *_pointers("bias", "out", "widened", "widened_up"),
         *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "activation"),
-        *_integers("centred", "norm_fp32", "beside"),
+        *_integers("centred", "norm_fp32", "beside", "fixed"),
         ("epsilon", c_double),
         ("factor", c_double),
     ]

@@ -176,6 +176,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_convolution": (None, [c_int64, POINTER(Convolution), c_int64]),
     "route": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
     "run_experts": (None, [c_int64, POINTER(Experts), c_int64]),
+    "arrange_share": (c_int64, [POINTER(Experts), c_int64]),
+    "gather_share": (None, [c_int64, POINTER(Experts), c_int64, c_void_p, c_int64]),
     "sum_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
 }
 

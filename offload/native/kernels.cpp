@@ -165,6 +165,12 @@ KERNEL void run_experts(Dtype dtype, const Experts* e, int64_t how_many) {
     with(dtype, [&]<class E>() { experts::run<E>(*e, how_many); });
 }
 
+KERNEL int64_t arrange_share(const Experts* e, int64_t rows) { return experts::arrange_share(*e, rows); }
+
+KERNEL void gather_share(Dtype dtype, const Experts* e, int64_t rows, int64_t* pairs, int64_t how_many) {
+    with(dtype, [&]<class E>() { experts::gather<E>(*e, rows, pairs, how_many); });
+}
+
 KERNEL void sum_experts(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
     with(dtype, [&]<class E>() { experts::sum<E>(*e, rows, how_many); });
 }

@@ -44,9 +44,9 @@ def in_fixed_point(x: Tensor) -> Rows:
     groups = x.double().unflatten(1, (-1, GROUP))
     finite = groups.isfinite().all(2)
     groups = groups.where(finite[..., None], 0)
-    fraction, exponent = torch.frexp(groups.abs().amax(2))  # fraction below 1: of 2^15 it is at most MOST, or of 2^14
+    fraction, exponent = torch.frexp(most := groups.abs().amax(2))  # fraction is below 1
     units = torch.ldexp(torch.ones_like(fraction), exponent - 15 + (fraction * 2**15 > MOST).int())
-    units = units.clamp(min=LEAST_UNIT)
+    units = units.clamp(min=LEAST_UNIT).where(most > 0, LEAST_UNIT)
     values = (groups / units[..., None]).round()  # ties to even; the quotient is exact
     return Rows(values.long(), units.where(finite, torch.nan).float())
 

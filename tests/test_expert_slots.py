@@ -274,7 +274,7 @@ def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: `old` becomes `new` in the source of weights/streamed_experts.py, or, of slots, of weights/expert_slots.py."""
+    """A fault: `old` becomes `new` in the source of weights/streamed_experts.py, or of slots."""
 
     description: str
     old: str
@@ -297,7 +297,8 @@ MUTANTS = [
            "            pass\n"),
     Mutant("a miss is run by both", "far + near[:count]", "far + near", False),
     Mutant("a miss is run by neither", "for each in near[count:]}", "for each in near[count + 1 :]}", False),
-    Mutant("an expert follows into a slot in use", "[: max(room - len(far) - count, 0)]", "[: len(self._slots)]", False),
+    Mutant("an expert follows into a slot in use", "[: max(room - len(far) - count, 0)]", "[: len(self._slots)]",
+           False),
     Mutant("the CPU runs another expert", "{each: held[each[1]] for", "{each: held[each[1]] - 1 for", False),
 ]  # fmt: skip
 

@@ -155,6 +155,12 @@ class Encoding:
         return self.name != self.kind
 
     @property
+    def has_integers(self) -> bool:
+        """Whether numbers are integers times steps, so that there are products in fixed point: those of GGUF's kinds,
+        NVFP4 among them."""
+        return not self.is_rounded
+
+    @property
     def number(self) -> int:
         """The number of the kind in native/stored_forms.h."""
         return KINDS.index(self.kind) + 1

@@ -159,23 +159,35 @@ void choose(const Experts& e, int64_t row) {
     }
 }
 
-// Gives each row of each expert a line of scratch, an expert's in the order of the rows. -1: a line without a row.
-inline void arrange(const Experts& e, int64_t rows) {
+// Gives each row of each wanted expert a line of scratch, an expert's in the order of the rows. -1: a line without a row,
+// and a row's expert without a line. Returns the number of lines with a row.
+template <class Wanted>
+int64_t arrange(const Experts& e, int64_t rows, Wanted&& wanted) {
     int32_t *starts = e.starts, *counts = e.starts + e.count, next = 0;
     __builtin_memset(counts, 0, e.count * sizeof *counts);
     __builtin_memset(e.row_of, -1, e.lines * sizeof *e.row_of);
-    for (int64_t i = 0; i < rows * e.used; i++) counts[e.chosen[i]]++;
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < rows * e.used; i++)
+        if (wanted(e.chosen[i])) counts[e.chosen[i]]++, pairs++;
     for (int64_t expert = 0; expert < e.count; expert++) {
         starts[expert] = next;
         next += (counts[expert] + SIDE - 1) / SIDE * SIDE;
     }
     for (int64_t i = 0; i < rows * e.used; i++) {
+        e.line_of[i] = -1;
+        if (!wanted(e.chosen[i])) continue;
         const int32_t at = starts[e.chosen[i]]++;
         e.line_of[i] = at;
         e.row_of[at] = int32_t(i / e.used);
         e.expert_of[at] = e.chosen[i];
     }
     for (int64_t expert = 0; expert < e.count; expert++) starts[expert] -= counts[expert];
+    return pairs;
+}
+
+// The same of the experts in the bank, once rows are chosen elsewhere. Another number than an expert's stands for none.
+inline int64_t arrange_share(const Experts& e, int64_t rows) {
+    return arrange(e, rows, [&](int32_t expert) { return 0 <= expert && expert < e.count && e.bank_place[expert] >= 0; });
 }
 
 template <class E>
@@ -187,7 +199,7 @@ void route(const Experts& e, int64_t rows, int64_t how_many) {
         else if (phase == 1) score(e, item / blocks, item % blocks * SCORES);
         else choose<E>(e, item);
     });
-    arrange(e, rows);
+    arrange(e, rows, [](int32_t) { return true; });
 }
 
 // Moves a product from the first expert of the bank to one `bytes` further on.
@@ -262,6 +274,23 @@ template <class E>
 void sum(const Experts& e, int64_t rows, int64_t how_many) {
     struct None {};
     threads::in_phases<None>(how_many, &rows, 1, [&](int, int64_t row, None&, int) { sum_row<E>(e, row); });
+}
+
+// What the experts of the bank made of their rows, in the order of lines, to out, and to pairs which ones: numbers of
+// [rows, used].
+template <class E>
+void gather(const Experts& e, int64_t rows, int64_t* pairs, int64_t how_many) {
+    using element = typename E::element;
+    int32_t *pair_of = e.row_of, *line_of = e.expert_of;  // which are not needed any more
+    for (int64_t i = 0; i < rows * e.used; i++)
+        if (e.line_of[i] >= 0) pair_of[e.line_of[i]] = int32_t(i);
+    int64_t count = 0;
+    for (int64_t line = 0; line < e.lines; line++)
+        if (pair_of[line] >= 0) line_of[count] = int32_t(line), pairs[count++] = pair_of[line];
+    threads::each(how_many, count, [&](int64_t i) {
+        auto from = static_cast<const element*>(e.down.out) + line_of[i] * e.down.out_stride;
+        __builtin_memcpy(static_cast<element*>(e.out) + i * e.down.outputs, from, e.down.outputs * sizeof *from);
+    });
 }
 
 }  // namespace experts

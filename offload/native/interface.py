@@ -41,7 +41,7 @@ class Product(ctypes.Structure):
         ("up", Matrix),
         *_pointers("bias", "out", "widened", "widened_up"),
         *_integers("x_stride", "out_stride", "inputs", "outputs", "bits", "ending", "activation"),
-        *_integers("centred", "norm_fp32", "beside"),
+        *_integers("centred", "norm_fp32", "beside", "fixed"),
         ("epsilon", c_double),
         ("factor", c_double),
     ]
@@ -176,6 +176,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_convolution": (None, [c_int64, POINTER(Convolution), c_int64]),
     "route": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
     "run_experts": (None, [c_int64, POINTER(Experts), c_int64]),
+    "arrange_share": (c_int64, [POINTER(Experts), c_int64]),
+    "gather_share": (None, [c_int64, POINTER(Experts), c_int64, c_void_p, c_int64]),
     "sum_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
 }
 

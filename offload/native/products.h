@@ -4,6 +4,7 @@
 // a time, and the lanes are added in the same order at the end.
 #pragma once
 #include "codes.h"
+#include "stored_fixed.h"
 #include "stored_products.h"
 #include "threads.h"
 #include "tiles.h"
@@ -36,6 +37,7 @@ struct Product {
     Activation activation;
     int64_t centred, norm_fp32;
     int64_t beside;
+    int64_t fixed;  // whether products with stored matrices, which are all of GGUF's kinds, are in fixed point
     double epsilon, factor;
 };
 
@@ -163,7 +165,8 @@ void prepare_row(const Product& p, const stored::Matrix& matrix, float* widened,
     const bool is_stored = matrix.kind != stored::Kind::none;
     if (!is_stored && !p.bits) return widen_row<E>(p, widened, row);
     read_row<E>(p, row, [&](auto&& read) {
-        if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::order_for<E>(matrix.kind), read);
+        if (is_stored && p.fixed) stored::fixed::take({widened, int(p.inputs)}, row, matrix.kind, read);
+        else if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::order_for<E>(matrix.kind), read);
         else codes::take(codes_of(p), row, read);
     });
 }
@@ -235,7 +238,9 @@ void block(const Product& p, const stored::Matrix& matrix, float* widened, const
            int64_t first, int count, int rows, float (*results)[OUTPUTS]) {
     const int inputs = int(p.inputs), stride = padded<E>(inputs);
     auto weight = static_cast<const typename E::element*>(matrix.rows) + first * inputs;
-    if (matrix.kind != stored::Kind::none)
+    if (matrix.kind != stored::Kind::none && p.fixed)
+        stored::fixed::tile(matrix, stored::fixed::Rows{widened, inputs}.from(from), rows, first, count, results);
+    else if (matrix.kind != stored::Kind::none)
         stored::tile<E>(matrix, stored::Rows{widened, inputs}.from(from), rows, first, count, results);
     else if (p.bits == 4)
         codes::tile<4>(matrix.rows, codes_of(p).from(from), rows, first, results);

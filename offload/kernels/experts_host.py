@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offload.config.networks import Experts
-from offload.kernels.cpu import kernels
+from offload.kernels.cpu import CpuKernels, kernels
 from offload.kernels.experts import Batch
 from offload.kernels.experts_cpu import run_share
 from offload.transfer.memory import sent
@@ -19,7 +19,8 @@ def run_on_host(experts: Experts, batch: Batch, rows: Tensor, chosen: Tensor, ma
     """Fill the rows of `made`, [T * used, outputs], of the pairs whose experts are in a batch in host memory. rows:
     [T, inputs], normed, or latents. chosen: of each row, integers [T, used]; the experts' number stands for none. All
     but the batch is on the device. In fixed point where the experts have integers. Waits for the device."""
-    fixed = batch.bank.places[0].has_integers
+    own, fixed = kernels(), batch.bank.places[0].has_integers
+    assert isinstance(own, CpuKernels), "a plan has the CPU run experts only where it has kernels"
     given, wanted = rows.to(_HOST).contiguous(), chosen.to(_HOST, torch.int32).contiguous()
-    pairs, found = run_share(experts, batch.bank, batch.places, given, wanted, fixed=fixed, kernels=kernels())
+    pairs, found = run_share(experts, batch.bank, batch.places, given, wanted, fixed=fixed, kernels=own)
     made.index_copy_(0, sent(pairs, made.device), sent(found, made.device))

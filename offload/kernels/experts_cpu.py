@@ -56,7 +56,7 @@ def run_experts(
 def run_share(
     experts: Experts, bank: Bank, places: Tensor, rows: Tensor, chosen: Tensor, *, fixed: bool, kernels: Library
 ) -> tuple[Tensor, Tensor]:
-    """What some experts of a layer make of their rows, where another device routes, runs the others and sums.
+    """A share of a layer's experts, run for a device that routes rows, runs the other experts and sums.
 
     bank: in the host's memory. places: of each of the layer's experts in the bank, int32 [experts], -1: it is not in
     this share. rows: [T, inputs], contiguous, normed, or latents. chosen: the experts of each row, int32 [T, used],
@@ -115,7 +115,8 @@ def _share_parts(network: FeedForward, pairs: int, count: int, row: int, dtype: 
 
 
 def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype) -> _Parts:
-    """Those, and the rows that are scored, scores, the experts chosen and their weights, as `_run` takes them."""
+    """The scratch of `_share_parts`, and rows that are scored, scores, chosen experts and their weights, for
+    `_run`."""
     pairs, floats = num_rows * experts.used, torch.float32
     return [
         *_share_parts(experts.network, pairs, experts.count, experts.row_size(hidden), dtype),

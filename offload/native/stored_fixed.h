@@ -17,21 +17,25 @@ constexpr int BLOCK = 256, MOST_VALUE = 127 * 257, LEAST_UNIT = 127 - 64;  // as
 constexpr int LANES = 16;                                                  // of units and sums of a block, with room
 constexpr int MOST_AT_ONCE = W == 16 ? 8 : 4;                              // rows
 
-// Rows, one after the other: values, int16 [inputs], with zeros to whole pairs of groups; then for each 256 inputs LANES
-// units, in the order in which parts are multiplied; then LANES sums of values, times unit, of parts in their order. They
-// take less room than `stored::Rows`. A row is no multiple of 4096 bytes, or a first cache would put all of them to the
-// same place.
+// Rows, one after the other: values, two bytes each, with zeros to whole pairs of groups; then for each 256 inputs LANES
+// units, in the order in which parts are multiplied; then LANES sums of values, times unit, of parts in their order; then
+// LANES starts, the int32 that sums of value * code of 16 inputs begin with. They take no more room than `stored::Rows`.
+//
+// Values are int16 in their order, or where W == 16 for each 64 two registers: bytes h, then bytes l, of which a value is
+// 256 h + l; or, if bytes cannot be multiplied, its even inputs and its odd ones. Of whole 256 inputs register i has in
+// lane 4 k + j inputs 64 j + 16 k + 4 i to 4 more: a lane is of the same part in all of them.
 struct Rows {
     float* at;
     int inputs;
 
     int blocks() const { return (inputs + BLOCK - 1) / BLOCK; }
     int padded() const { return (inputs + PAIR - 1) / PAIR * PAIR; }
-    int stride() const { return padded() / 2 + 2 * LANES * blocks() + LANES; }
+    int stride() const { return padded() / 2 + (3 * blocks() + (blocks() > 1)) * LANES; }  // not of 4096 bytes each
     Rows from(int64_t row) const { return {at + row * stride(), inputs}; }
-    int16_t* values(int64_t row) const { return reinterpret_cast<int16_t*>(at + row * stride()); }
+    uint8_t* values(int64_t row) const { return reinterpret_cast<uint8_t*>(at + row * stride()); }
     float* units(int64_t row) const { return at + row * stride() + padded() / 2; }
     float* sums(int64_t row) const { return units(row) + LANES * blocks(); }
+    int32_t* starts(int64_t row) const { return reinterpret_cast<int32_t*>(sums(row) + LANES * blocks()); }
 };
 
 // Integer sums of parts, of which W == 16 has all of a block in a vector: of 16 inputs part 4 j + k in lane 4 k + j, and
@@ -52,7 +56,7 @@ INLINE uint32_t inverse_of(uint32_t unit) { return unit < 0x7f800000 ? (254 << 2
 
 // Of a group its values, and the sums of its halves. Returns the unit.
 template <class F>
-INLINE float take_group(F&& read, int16_t (&values)[GROUP], int (&sums)[2]) {
+INLINE float take_group(F&& read, int16_t* values, int* sums) {
     using words = int16_t __attribute__((vector_size(2 * W)));
     f32 numbers[GROUP / W];
     u32 most = {};
@@ -72,68 +76,140 @@ INLINE float take_group(F&& read, int16_t (&values)[GROUP], int (&sums)[2]) {
     return __builtin_bit_cast(float, unit);
 }
 
+// Codes are multiplied with this added, without a sign, where W == 16.
+consteval int offset(Kind kind) {
+    if (has_grid(kind)) return 64;
+    return book(kind) != Book::none || has_code(kind, "signed") || has_code(kind, "sign") ? 128 : centre(kind);
+}
+
+#if defined(__AVX512BW__)
+
+INLINE __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+INLINE __m512i low_bytes(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); }
+
+// Of each four lanes of four vectors, the first ones of all, the second ones and so on.
+INLINE void transpose_fours(__m512i (&v)[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, c), v[1] = _mm512_unpackhi_epi64(a, c);
+    v[2] = _mm512_unpacklo_epi64(b, d), v[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// A block's values, of which `count` pairs of groups are kept.
+INLINE void put(const int16_t* values, int count, uint8_t* to) {
+    using words = int16_t __attribute__((vector_size(2 * GROUP)));
+    using half = int8_t __attribute__((vector_size(GROUP)));
+    __m512i high[4], low[4];
+    for (int pair = 0; pair < 4; pair++) {
+        const auto narrow = [&](int added, int shift) {
+            const auto part = [&](int i) {
+                const words moved = (load<words>(values + pair * PAIR + i) + int16_t(added)) >> int16_t(shift);
+                return (__m256i)__builtin_convertvector(moved, half);
+            };
+            return joined(part(0), part(GROUP));
+        };
+        high[pair] = narrow(128, 8), low[pair] = narrow(0, 0);
+    }
+    if (count == 4) transpose_fours(high), transpose_fours(low);
+    for (int pair = 0; pair < count; pair++, to += 2 * PAIR) {
+#if defined(__AVX512VNNI__)
+        store(to, high[pair]), store(to + PAIR, low[pair]);
+#else
+        const auto odd_of = [](__m512i bytes) { return _mm512_srai_epi16(bytes, 8); };
+        const __m512i even_high = _mm512_slli_epi16(high[pair], 8), odd_high = _mm512_slli_epi16(odd_of(high[pair]), 8);
+        store(to, _mm512_add_epi16(even_high, odd_of(_mm512_slli_epi16(low[pair], 8))));
+        store(to + PAIR, _mm512_add_epi16(odd_high, odd_of(low[pair])));
+#endif
+    }
+}
+
+#else
+
+INLINE void put(const int16_t* values, int count, uint8_t* to) { __builtin_memcpy(to, values, count * 2 * PAIR); }
+
+#endif
+
 // One row, as it is multiplied with a matrix of `kind`. read(i): elements i to i + W, fp32.
 template <class F>
 void take(const Rows& rows, int64_t row, Kind kind, F&& read) {
     const bool of_16 = form(kind).group == 16;
-    const int groups = rows.inputs / GROUP;
-    int16_t* to = rows.values(row);
-    float units[LANES] = {}, sums[LANES] = {};
-    alignas(64) int16_t pair[2][GROUP] = {};
-    for (int g = 0; g < groups; g++) {
-        int halves[2];
-        const float unit = take_group([&](int i) { return read(g * GROUP + i); }, pair[g % 2], halves);
-        const int of_block = g % GROUPS;
-        units[of_block] = unit;
-        if (of_16) sums[2 * of_block] = float(halves[0]) * unit, sums[2 * of_block + 1] = float(halves[1]) * unit;
-        else sums[of_block] = float(halves[0] + halves[1]) * unit;
-        const bool last = g == groups - 1;
-        if (g % 2 || last) {
-            if (W == 16) put_pairs(reinterpret_cast<uint16_t*>(pair), reinterpret_cast<uint16_t*>(to));
-            else __builtin_memcpy(to, pair, sizeof pair);
-            to += PAIR;
-            __builtin_memset(pair, 0, sizeof pair);
+    int of_codes = 0;
+    with_kind(kind, [&]<Kind KIND>() { of_codes = offset(KIND); });
+    for (int b = 0; b < rows.blocks(); b++) {
+        const int rest = rows.inputs - b * BLOCK, groups = (rest < BLOCK ? rest : BLOCK) / GROUP;
+        alignas(64) int16_t values[BLOCK] = {};
+        float units[GROUPS] = {}, sums[LANES] = {};
+        int halves[LANES] = {};
+        for (int g = 0; g < groups; g++) {
+            const auto of_group = [&](int i) { return read(b * BLOCK + g * GROUP + i); };
+            units[g] = take_group(of_group, values + g * GROUP, halves + 2 * g);
+            if (of_16) sums[2 * g] = float(halves[2 * g]) * units[g], sums[2 * g + 1] = float(halves[2 * g + 1]) * units[g];
+            else sums[g] = float(halves[2 * g] + halves[2 * g + 1]) * units[g];
         }
-        if (of_block != GROUPS - 1 && !last) continue;
-        float *all_units = rows.units(row) + g / GROUPS * LANES, *all_sums = rows.sums(row) + g / GROUPS * LANES;
-        for (int lane = 0; lane < LANES; lane++) {
+        put(values, (groups + 1) / 2, rows.values(row) + b * 2 * BLOCK);
+        for (int lane = 0, at = b * LANES; lane < LANES; lane++, at++) {
             const int part = part_of(lane, of_16);
-            all_units[lane] = units[(of_16 ? part / 2 : part) % GROUPS], all_sums[lane] = sums[lane];
+            rows.units(row)[at] = units[(of_16 ? part / 2 : part) % GROUPS], rows.sums(row)[at] = sums[lane];
+            rows.starts(row)[at] = -of_codes * halves[part_of(lane, true)];
         }
-        __builtin_memset(units, 0, sizeof units), __builtin_memset(sums, 0, sizeof sums);
     }
 }
 
 #if defined(__AVX512BW__)
 
-// A block's codes, of which `count` groups are there.
+// The codes of a pair of groups as bytes without a sign, `offset` more.
+template <Kind KIND>
+INLINE __m512i offset_codes(const uint8_t* at, int pair, const Own& own, const Words<KIND, 1>& words) {
+    if constexpr (has_grid(KIND)) {
+        const __m512i even = words.numbers_of(pair, 0), odd = words.numbers_of(pair, 1);
+        const __m512i all = _mm512_or_si512(even, _mm512_slli_epi16(odd, 8));
+        if constexpr (Words<KIND, 1>::SHIFTED) return all;
+        else return _mm512_mask_sub_epi8(all, signs_of<KIND>(at, pair), _mm512_set1_epi8(char(2 * offset(KIND))), all);
+    } else if constexpr (has_code(KIND, "signed") || has_code(KIND, "sign")) {
+        const group first = codes_of<KIND>(at, 2 * pair, own), second = codes_of<KIND>(at, 2 * pair + 1, own);
+        return _mm512_xor_si512(joined((__m256i)first, (__m256i)second), _mm512_set1_epi8(char(128)));
+    } else {
+        const __m512i code = Bytes<KIND>::of(at, pair, true);
+        if constexpr (bits(KIND) != 4 && bits(KIND) != 6) return code;
+        const __m512i own_bits = _mm512_and_si512(code, _mm512_set1_epi8(char((1 << bits(KIND)) - 1)));
+        if constexpr (book(KIND) == Book::none) return own_bits;
+        const __m128i numbers = _mm_xor_si128(load<__m128i>(BOOKS[int(book(KIND))]), _mm_set1_epi8(char(128)));
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), own_bits);
+    }
+}
+
+// A block's codes, in the order of rows, of which `count` groups are there.
 template <Kind KIND>
 struct Block {
     using lanes = f32;
-    __m512i codes[4][2];  // the even ones of 64, and the odd ones
+    __m512i codes[4];
 
-    INLINE Block(const uint8_t* at, const Own& own, int) {
-        const Words<KIND, Integers> words(at, own);
+    INLINE Block(const uint8_t* at, const Own& own, int count) {
+        const Words<KIND, 1> words(at, own);
 #pragma unroll
-        for (int pair = 0; pair < 4; pair++) {
-            const CodeWords<KIND, Integers> both(at, pair, own, true, words);
-            codes[pair][0] = both.even, codes[pair][1] = both.odd;
-        }
+        for (int pair = 0; pair < 4; pair++) codes[pair] = offset_codes<KIND>(at, pair, own, words);
+        if (count > 6) transpose_fours(codes);
     }
 
     // The sums of a row's parts, in fp32.
-    INLINE lanes sums(const int16_t* values, int count) const {
-        __m512i v[4] = {};  // of four inputs a lane
+    INLINE lanes sums(const uint8_t* values, const int32_t* starts, int count) const {
+        const __m512i start = load<__m512i>(starts);
+        __m512i all;
+        if (count > 6) {
+            __m512i high = {}, low = start;
 #pragma unroll
-        for (int pair = 0; pair < 4; pair++) {
-            if (2 * pair < count) {
-                const __m512i even = load<__m512i>(values + pair * PAIR), odd = load<__m512i>(values + pair * PAIR + GROUP);
-                v[pair] = add_products(_mm512_madd_epi16(even, codes[pair][0]), odd, codes[pair][1]);
+            for (int i = 0; i < 4; i++) add_products(high, low, codes[i], values + i * 2 * PAIR);
+            all = joined_sums(high, low);
+        } else {
+            __m512i v[4] = {};  // of four inputs a lane
+            for (int pair = 0; 2 * pair < count; pair++) {
+                __m512i high = {}, low = {};
+                add_products(high, low, codes[pair], values + pair * 2 * PAIR);
+                v[pair] = joined_sums(high, low);
             }
+            transpose_fours(v);
+            all = plus(start, plus(plus(v[0], v[1]), plus(v[2], v[3])));
         }
-        const __m512i one = plus(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
-        const __m512i other = plus(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
-        __m512i all = plus(_mm512_unpacklo_epi64(one, other), _mm512_unpackhi_epi64(one, other));
         if constexpr (!by_16(KIND)) all = plus(all, _mm512_shuffle_i32x4(all, all, 0xb1));
         return (lanes)_mm512_cvtepi32_ps(all);
     }
@@ -156,13 +232,21 @@ struct Block {
     }
 
   private:
-    INLINE static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
-    INLINE static __m512i add_products(__m512i total, __m512i a, __m512i b) {
+    INLINE static void add_products(__m512i& high, __m512i& low, __m512i codes, const uint8_t* values) {
+        const __m512i first = load<__m512i>(values), second = load<__m512i>(values + PAIR);
 #if defined(__AVX512VNNI__)
-        return _mm512_dpwssd_epi32(total, a, b);
+        high = _mm512_dpbusd_epi32(high, codes, first), low = _mm512_dpbusd_epi32(low, codes, second);
 #else
-        return plus(total, _mm512_madd_epi16(a, b));
+        high = plus(high, _mm512_madd_epi16(low_bytes(codes), first));
+        low = plus(low, _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), second));
 #endif
+    }
+
+    INLINE static __m512i joined_sums(__m512i high, __m512i low) {
+#if defined(__AVX512VNNI__)
+        high = _mm512_slli_epi32(high, 8);
+#endif
+        return plus(high, low);
     }
 };
 
@@ -212,10 +296,10 @@ struct Block {
         }
     }
 
-    INLINE lanes sums(const int16_t* values, int count) const {
+    INLINE lanes sums(const uint8_t* values, const int32_t*, int count) const {
         eight_sums v[VECTORS][8] = {};
         for (int i = 0; i < 2 * count; i++) {
-            const eight_sums own = multiplied(load<sixteen>(values + 16 * i), load<sixteen>(codes + 16 * i));
+            const eight_sums own = multiplied(load<sixteen>(values + 32 * i), load<sixteen>(codes + 16 * i));
             if constexpr (by_16(KIND)) v[i / 8][i % 8] = own;
             else v[0][i / 2] += own;
         }
@@ -236,46 +320,53 @@ struct Block {
 
 #endif
 
-// results[r][0] of ROWS rows from `row` on.
-template <Kind KIND, int ROWS>
-INLINE void dots(const uint8_t* at, const Own& own, const Rows& rows, int row, float (*results)[16]) {
+// results[r][0..OUTS) of ROWS rows from `row` on, for the outputs whose rows begin at `from`: numbers that are read once
+// are multiplied with several.
+template <Kind KIND, int ROWS, int OUTS>
+INLINE void dots(const uint8_t* const (&from)[OUTS], const Own (&own)[OUTS], const Rows& rows, int row,
+                 float (*results)[16]) {
     using Of = Block<KIND>;
     using lanes = typename Of::lanes;
     using Least = float __attribute__((vector_size(by_16(KIND) ? 64 : 32)));
-    lanes acc[ROWS] = {};
-    Least least[ROWS] = {};
-    const auto add = [&](const uint8_t* block, int b, int count) __attribute__((always_inline)) {
-        const Steps<KIND, GROUPS> all(block, own);
+    lanes acc[OUTS][ROWS] = {};
+    Least least[OUTS][ROWS] = {};
+    const auto add = [&](int o, const uint8_t* at, int b, int count) __attribute__((always_inline)) {
+        const Steps<KIND, GROUPS> all(at, own[o]);
         const lanes steps = Of::steps(all.steps, count);
-        const Of codes(block, own, count);
+        const Of codes(at, own[o], count);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const lanes unit = load<lanes>(rows.units(row + r) + b * LANES);
-            const lanes sums = codes.sums(rows.values(row + r) + b * BLOCK, count);
-            acc[r] = __builtin_elementwise_fma(sums, steps * unit, acc[r]);
+            const uint8_t* values = rows.values(row + r) + b * 2 * BLOCK;
+            const lanes sums = codes.sums(values, rows.starts(row + r) + b * LANES, count);
+            acc[o][r] = __builtin_elementwise_fma(sums, steps * unit, acc[o][r]);
             if constexpr (has_least(KIND)) {
                 Least of_parts;
                 __builtin_memcpy(&of_parts, all.least, sizeof of_parts);
-                const Least values = load<Least>(rows.sums(row + r) + b * LANES);
-                least[r] = __builtin_elementwise_fma(of_parts, values, least[r]);
+                const Least of_row = load<Least>(rows.sums(row + r) + b * LANES);
+                least[o][r] = __builtin_elementwise_fma(of_parts, of_row, least[o][r]);
             }
         }
     };
     const int whole = rows.inputs / BLOCK, rest = rows.inputs % BLOCK / GROUP;
-    for (int b = 0; b < whole; b++, at += bytes_of_256(KIND)) {
-        for (int i = 0; i < bytes_of_256(KIND); i += LINE) __builtin_prefetch(at + AHEAD + i);
-        add(at, b, GROUPS);
-    }
-    if constexpr (!of_256(KIND))
-        if (rest) {  // with zeros behind it
-            uint8_t block[bytes_of_256(KIND) + LINE] = {};
-            __builtin_memcpy(block, at, rest / groups_of_block(KIND) * form(KIND).nbytes);
-            add(block, whole, rest);
+    for (int b = 0; b < whole; b++)
+#pragma unroll
+        for (int o = 0; o < OUTS; o++) {
+            const uint8_t* at = from[o] + b * bytes_of_256(KIND);
+            for (int i = 0; i < bytes_of_256(KIND); i += LINE) __builtin_prefetch(at + AHEAD + i);
+            add(o, at, b, GROUPS);
         }
-    for (int r = 0; r < ROWS; r++) {
-        results[r][0] = Of::folded(acc[r]);
-        if constexpr (has_least(KIND)) results[r][0] += sum(least[r]);
-    }
+    if constexpr (!of_256(KIND))
+        for (int o = 0; rest && o < OUTS; o++) {  // with zeros behind it
+            uint8_t block[bytes_of_256(KIND) + LINE] = {};
+            __builtin_memcpy(block, from[o] + whole * bytes_of_256(KIND), rest / groups_of_block(KIND) * form(KIND).nbytes);
+            add(o, block, whole, rest);
+        }
+    for (int o = 0; o < OUTS; o++)
+        for (int r = 0; r < ROWS; r++) {
+            results[r][o] = Of::folded(acc[o][r]);
+            if constexpr (has_least(KIND)) results[r][o] += sum(least[o][r]);
+        }
 }
 
 // results[r][0..count) of `number` rows for the outputs from `first` on.
@@ -285,10 +376,15 @@ inline void tile(const Matrix& matrix, const Rows& rows, int number, int64_t fir
     with_kind(matrix.kind, [&]<Kind KIND>() {
         if constexpr (is_gguf(KIND))
             by_rows<MOST_AT_ONCE>(number, [&]<int ROWS>(int r) {
-                for (int o = 0; o < count; o++) {
-                    const uint8_t* row = at + o * of_output;
-                    const Own own = shared_of<KIND>(matrix, row + of_output - matrix.tail);
-                    dots<KIND, ROWS>(row, own, rows, r, reinterpret_cast<float(*)[16]>(&results[r][o]));
+                constexpr int OUTS = ROWS > 1 ? 2 : 1;
+                for (int o = 0; o < count; o += OUTS) {
+                    const uint8_t* from[OUTS];
+                    Own own[OUTS];
+                    for (int i = 0; i < OUTS; i++) {  // past the last one that one again
+                        from[i] = at + (o + i < count ? o + i : o) * of_output;
+                        own[i] = shared_of<KIND>(matrix, from[i] + of_output - matrix.tail);
+                    }
+                    dots<KIND, ROWS, OUTS>(from, own, rows, r, reinterpret_cast<float(*)[16]>(&results[r][o]));
                 }
             });
     });

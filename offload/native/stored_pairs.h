@@ -1,5 +1,5 @@
-// Codes of GGUF's kinds in words of 16 bits, 64 at a time, as they are multiplied in pairs: bf16, or integers. And the
-// entries of grids among them.
+// Codes of GGUF's kinds, 64 at a time, a byte each; the entries of grids in words; and both in pairs of bf16, as they are
+// multiplied.
 #pragma once
 #include "stored_codes.h"
 
@@ -28,67 +28,16 @@ INLINE uint64_t with_eighth(uint32_t first, uint32_t second) {
     return with_eighth(_pdep_u64((first & 0xfffffff) | uint64_t(second) << 28, sevens));
 }
 
-// Words that are bf16. numbers<KIND>(from): those of the codes from `from` on, 32 of them, or of 4 bits 16 twice.
-struct Halves {
-    static constexpr int AT = 0;  // of a grid's numbers, in bytes behind its words
-
-    template <Kind KIND>
-    INLINE static __m512i numbers(int from) {
-        const f32 first = counted<book(KIND)>(from) - float(centre(KIND));
-        return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
-    }
-
-    // The numbers below 0 where a bit is set.
-    INLINE static __m512i below_0(__m512i numbers, uint32_t which) {
-        return _mm512_mask_add_epi16(numbers, which, numbers, _mm512_set1_epi16(-0x8000));
-    }
-
-    // The even ones of bytes with a sign, and the odd ones.
-    INLINE static void of_bytes(__m512i code, __m512i& even, __m512i& odd) {
-        const auto number = [&](int i) {  // in byte i of each four; bf16 in an upper half
-            return (u32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24 - 8 * i), 24));
-        };
-        even = (__m512i)(number(0) >> 16 | number(2)), odd = (__m512i)(number(1) >> 16 | number(3));
-    }
-};
-
-// Words that are integers, likewise.
-struct Integers {
-    static constexpr int AT = 64;
-
-    template <Kind KIND>
-    INLINE static __m512i numbers(int from) {
-        struct Table {
-            alignas(64) int16_t at[64];
-
-            consteval Table() : at{} {
-                const auto number = [](int i) { return book(KIND) == Book::none ? i : BOOKS[int(book(KIND))][i % 16]; };
-                for (int i = 0; i < 64; i++) at[i] = int16_t(number(bits(KIND) == 4 ? i % 16 : i) - centre(KIND));
-            }
-        };
-        static constexpr Table table;
-        return load<__m512i>(table.at + from);
-    }
-
-    INLINE static __m512i below_0(__m512i numbers, uint32_t which) {
-        return _mm512_mask_sub_epi16(numbers, which, __m512i{}, numbers);
-    }
-
-    INLINE static void of_bytes(__m512i code, __m512i& even, __m512i& odd) {
-        even = _mm512_srai_epi16(_mm512_slli_epi16(code, 8), 8), odd = _mm512_srai_epi16(code, 8);
-    }
-};
-
 // The entries of a block's codes in a grid, as `formats.grids.words` has them: words of 16 bits, whose fields are
-// places of numbers. None of another kind.
-template <Kind KIND, class Word>
+// places of numbers. TABLE: which one of the tables of these. None of another kind.
+template <Kind KIND, int TABLE = 0>
 struct Words {
     INLINE Words(const uint8_t*, const Own&) {}
 };
 
-template <Kind KIND, class Word>
+template <Kind KIND, int TABLE>
     requires(has_grid(KIND))
-struct Words<KIND, Word> {
+struct Words<KIND, TABLE> {
     static constexpr bool OF_4 = has_code(KIND, "iq3_s") || has_code(KIND, "iq3_xxs"), SHIFTED = has_code(KIND, "iq1");
     static constexpr int EACH = OF_4 ? 4 : 8;
     struct Fields {  // of 32 even or odd numbers, the words that they are in and their bits' places there
@@ -106,7 +55,7 @@ struct Words<KIND, Word> {
 
     INLINE Words(const uint8_t* block, const Own& own) {
         const uint8_t* all = own.grid + ENTRIES * EACH;
-        numbers = load<__m512i>(all + 2 * ENTRIES + Word::AT);
+        numbers = load<__m512i>(all + 2 * ENTRIES + 64 * TABLE);
         const auto widened = [](const uint8_t* at) { return _mm512_cvtepu8_epi16(load<__m256i>(at)); };
         const auto with_upper = [&](const uint8_t* at, __m512i upper, int bits) {
             return _mm512_ternarylogic_epi32(upper, _mm512_set1_epi16(short(bits)), widened(at), 0xea);
@@ -183,43 +132,11 @@ INLINE uint64_t signs_of(const uint8_t* block, int pair) {
     return with_eighth(uint64_t(_mm_cvtsi128_si64(_mm_packus_epi16(sevens, sevens))));
 }
 
-// The codes of a pair of groups, less the centre, in words: the even ones of 64, and the odd ones.
-template <Kind KIND, class Word>
-struct CodeWords {
-    static constexpr bool WITH_SIGN = has_code(KIND, "signed") || has_code(KIND, "sign");  // they are converted
-    using OfBlock = Words<KIND, Word>;
-    __m512i even, odd;
-
-    // both: whether there is a second group.
-    INLINE CodeWords(const uint8_t* at, int pair, const Own& own, bool both, const OfBlock& words) {
-        if constexpr (has_grid(KIND)) {
-            even = words.numbers_of(pair, 0), odd = words.numbers_of(pair, 1);
-            if constexpr (!OfBlock::SHIFTED) {
-                const uint64_t below = signs_of<KIND>(at, pair);
-                even = Word::below_0(even, uint32_t(_pext_u64(below, 0x5555555555555555)));
-                odd = Word::below_0(odd, uint32_t(_pext_u64(below, 0xaaaaaaaaaaaaaaaa)));
-            }
-        } else if constexpr (WITH_SIGN) {
-            const __m512i code = joined((__m256i)codes_of<KIND>(at, 2 * pair, own),
-                                        (__m256i)codes_of<KIND>(at, both ? 2 * pair + 1 : 2 * pair, own));
-            Word::of_bytes(code, even, odd);
-        } else {
-            const __m512i code = bytes(at, pair, both);
-            even = value(code), odd = value(_mm512_srli_epi16(code, 8));
-        }
-    }
-
-  private:
-    // Of codes in words, by their lowest bits alone.
-    INLINE static __m512i value(__m512i code) {
-        const __m512i first = Word::template numbers<KIND>(0);
-        if constexpr (bits(KIND) == 6)
-            return _mm512_permutex2var_epi16(first, code, Word::template numbers<KIND>(2 * W));
-        return _mm512_permutexvar_epi16(code, first);
-    }
-
-    // A code a byte; what is above a code of 4 or 6 bits may be anything.
-    INLINE static __m512i bytes(const uint8_t* at, int pair, bool both) {
+// The codes of a pair of groups as bytes, if they are in planes and have no sign.
+template <Kind KIND>
+struct Bytes {
+    // both: whether there is a second group. What is above a code of 4 or 6 bits may be anything.
+    INLINE static __m512i of(const uint8_t* at, int pair, bool both) {
         constexpr Form own = form(KIND);
         const uint8_t* codes = block_of<KIND>(at, 2 * pair) + own.codes.at;
         if constexpr (own.codes.bits == 2 && own.numbers == 64) {  // a byte has four in order
@@ -260,6 +177,7 @@ struct CodeWords {
         }
     }
 
+  private:
     // In each byte the bit of its group, among those of eight groups.
     INLINE static __m512i bit_of(int pair) { return by_half(0x0101 << 2 * pair, 0x0202 << 2 * pair); }
 
@@ -273,26 +191,63 @@ struct CodeWords {
 
 #if defined(__AVX512BF16__)
 
-// The codes of a pair of groups in bf16.
+// The codes of a pair of groups in bf16, less the centre, in the order of rows.
 template <Kind KIND>
 struct Pairs {
     static constexpr int INPUTS = PAIR, MOST = 8;
-    using OfBlock = Words<KIND, Halves>;
-    CodeWords<KIND, Halves> codes;
+    static constexpr bool WITH_SIGN = has_code(KIND, "signed") || has_code(KIND, "sign");  // they are converted
+    using OfBlock = Words<KIND>;
+    __m512bh even, odd;
     f32 step;
 
     template <int COUNT>
-    INLINE Pairs(const uint8_t* at, int pair, const Own& own, const Steps<KIND, COUNT>& steps, const OfBlock& words)
-        : codes(at, pair, own, COUNT > 1, words) {
+    INLINE Pairs(const uint8_t* at, int pair, const Own& own, const Steps<KIND, COUNT>& steps, const OfBlock& words) {
         u32 lane;  // a lane is of four inputs
         for (int i = 0; i < W; i++) lane[i] = by_16(KIND) ? pair * 4 + i / 4 : pair * 2 + i / 8;
         step = (f32)_mm512_permutexvar_ps((__m512i)lane, (__m512)load<f32>(steps.steps));
+        const auto odd_of = [](__m512i bytes) { return _mm512_srli_epi16(bytes, 8); };
+        if constexpr (has_grid(KIND)) {
+            const __m512i first = words.numbers_of(pair, 0), second = words.numbers_of(pair, 1);
+            if constexpr (Words<KIND>::SHIFTED) {
+                even = (__m512bh)first, odd = (__m512bh)second;
+            } else {
+                const uint64_t below = signs_of<KIND>(at, pair);
+                even = below_0(first, _pext_u64(below, 0x5555555555555555));
+                odd = below_0(second, _pext_u64(below, 0xaaaaaaaaaaaaaaaa));
+            }
+        } else if constexpr (WITH_SIGN) {
+            const __m512i code = joined((__m256i)codes_of<KIND>(at, 2 * pair, own),
+                                        (__m256i)codes_of<KIND>(at, COUNT > 1 ? 2 * pair + 1 : 2 * pair, own));
+            const auto number = [&](int i) {  // in byte i of each four; bf16 in an upper half
+                return (u32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24 - 8 * i), 24));
+            };
+            even = (__m512bh)(number(0) >> 16 | number(2)), odd = (__m512bh)(number(1) >> 16 | number(3));
+        } else {
+            const __m512i code = Bytes<KIND>::of(at, pair, COUNT > 1);
+            even = value(code), odd = value(odd_of(code));
+        }
     }
 
     INLINE f32 add(f32 acc, const Rows& rows, int row, int first) const {
         const uint16_t* x = rows.halves(row) + first;
-        const __m512 part = _mm512_dpbf16_ps(__m512{}, load<__m512bh>(x), (__m512bh)codes.even);
-        return fma((f32)_mm512_dpbf16_ps(part, load<__m512bh>(x + PAIR / 2), (__m512bh)codes.odd), step, acc);
+        const __m512 part = _mm512_dpbf16_ps(__m512{}, load<__m512bh>(x), even);
+        return fma((f32)_mm512_dpbf16_ps(part, load<__m512bh>(x + PAIR / 2), odd), step, acc);
+    }
+
+  private:
+    // Of codes in words, by their lowest bits alone.
+    INLINE static __m512bh value(__m512i code) {
+        const auto table = [](int from) {
+            const f32 first = counted<book(KIND)>(from) - float(centre(KIND));
+            return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
+        };
+        if constexpr (bits(KIND) == 6) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));
+        return (__m512bh)_mm512_permutexvar_epi16(code, table(0));
+    }
+
+    // The numbers in bf16, with a sign where a bit is set.
+    INLINE static __m512bh below_0(__m512i numbers, uint64_t which) {
+        return (__m512bh)_mm512_mask_add_epi16(numbers, uint32_t(which), numbers, _mm512_set1_epi16(-0x8000));
     }
 };
 

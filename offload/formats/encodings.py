@@ -140,6 +140,7 @@ class Encoding:
     tail: int = 0
     tiling: Tiling = Tiling()
     expert_tiling: Tiling = Tiling(outputs=32)
+    fixed_tiling: Tiling = Tiling(outputs=32)
 
     def __hash__(self) -> int:
         return hash(self.name)  # quick, since a launch finds its compiled program by it
@@ -153,6 +154,25 @@ class Encoding:
     def is_rounded(self) -> bool:
         """Whether numbers are rounded to the scale's dtype: those of this program's blocks."""
         return self.name != self.kind
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether numbers are integers times steps, so that there are products in fixed point: those of GGUF's kinds,
+        NVFP4 among them."""
+        return not self.is_rounded
+
+    @property
+    def width(self) -> int:
+        """The bits of a code, without those in a grid."""
+        return self.codes.bits + self.high.bits
+
+    @property
+    def centre_taken(self) -> int:
+        """The number that is subtracted from codes before they are multiplied, as `centre` in
+        native/stored_forms.h."""
+        if self.codes.bits < 4:
+            return self.centre
+        return 1 << (self.width - 1) if self.code == "integer" else 0
 
     @property
     def number(self) -> int:

@@ -30,6 +30,12 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether products with all matrices can be in fixed point, see `Encoding.has_integers`."""
+        matrices = [each for each in (self.gate, self.up, self.down) if each is not None]
+        return all(isinstance(each, StoredMatrix) and each.encoding.has_integers for each in matrices)
+
 
 @dataclass(frozen=True)
 class Router:

@@ -1,14 +1,13 @@
 """Stored matrices on a GPU as products in fixed point take them, in Triton: codes as int8 by groups of 32, and the
 steps and least values of their parts.
 
-A step of a program has 256 inputs of each output: eight groups, whose codes are words of four, `[8, N, 8]` for N outputs.
-A word's bytes are four codes in a row of k, the order in which a product takes a group's numbers. A tensor core reads
-such words from registers as they are; so `as_bytes` costs nothing, if the compiler computes codes in the tensor core's
-own layout from their last loads on. It does if nothing behind these loads depends on a word's place: what does is loaded,
-too, from a table of the integers in their order (`counts_of`).
+A step of a program has 256 inputs of each output: eight groups, whose codes are words of four, `[8, N, 8]` for N
+outputs. A tensor core reads such words from registers as they are, so `as_bytes` costs nothing, if the compiler
+computes codes in the tensor core's own layout from their last loads on. It does if nothing behind these loads depends
+on a word's place: what does is loaded, too, from a table of the integers in their order (`counts_of`).
 
-Where codes have less than 8 bits, those with a centre in the middle of them are in a byte's upper bits: `spare` bits are
-below them. Codes of a book are looked up by permutations of bytes; these have two codes of a byte one after the other.
+Where codes have less than 8 bits, those with a centre in the middle of them are in a byte's upper bits, with `spare`
+bits below them. Codes of a book are looked up by permutations of bytes: both codes of a byte follow each other.
 """
 
 # Triton reads the annotations of programs: they are not postponed.
@@ -42,8 +41,8 @@ def spare_of(form: Encoding) -> int:
 
 @triton.constexpr_function
 def pairs_of(form: Encoding) -> int:
-    """The bytes of a run whose lower halves' codes, in the order of a product, alternate with the upper halves'; 0 where
-    the order is that of inputs."""
+    """The bytes of a run, where codes of their lower and upper halves alternate in the order of a product; 0 where the
+    order is that of inputs."""
     return form.codes.run if form.code in BOOKS and form.codes.bits == 4 else 0
 
 
@@ -77,13 +76,14 @@ def as_bytes(words):
 def _words_at(home, odd, at, held, counts, BLOCK: tl.constexpr):
     """Load words from byte offsets `at`, [M, 1, K]: as `stored_codes_gpu.words_at`, but the shift is loaded."""
     if BLOCK % 4 == 0:
-        return tl.load(home + at // 4, mask=held, other=0)
+        words = tl.load(home + at // 4, mask=held, other=0)
     else:
         place = at + odd
         shift = tl.load(counts + place % 4 * 8)
         low = tl.load(home + place // 4, mask=held, other=0)
         high = tl.load(home + place // 4 + 1, mask=held & (place % 4 != 0), other=0)
-        return (low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32) | high << 1 << (31 - shift)
+        words = (low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32) | high << 1 << (31 - shift)
+    return words
 
 
 @triton.jit
@@ -107,18 +107,16 @@ def _plane(home, odd, first, rest, counts, PLANE: tl.constexpr, OUTPUTS: tl.cons
         words = _words_at(home, odd, at + inside + 4 * own, group < rest, counts, FORM.nbytes)
         wide = tl.broadcast_to(words[:, :, :, None], (8, OUTPUTS, BITS, 8 // BITS))
         fields = tl.reshape(wide, (8, OUTPUTS, 8)) >> tl.load(counts + word % (8 // BITS) * (4 * BITS))
-        return in_bytes(fields & ((1 << 4 * BITS) - 1), BITS)
+        codes = in_bytes(fields & ((1 << 4 * BITS) - 1), BITS)
     elif RUN < 32:  # a group has all parts of its bytes
         OWN: tl.constexpr = 32 // (RUN * PARTS)
+        APART: tl.constexpr = 16 if pairs_of(FORM) else BITS  # a part's codes, or those of half a word
         own = tl.arange(0, OWN * RUN // 4)[None, None, :]
         inside = group * 32 % FORM.numbers // PARTS
         words = _words_at(home, odd, at + inside + 4 * own, group < rest, counts, FORM.nbytes)
         apart = tl.reshape(words, (8, OUTPUTS, OWN, 1, RUN // 4))
         wide = tl.reshape(tl.broadcast_to(apart, (8, OUTPUTS, OWN, PARTS, RUN // 4)), (8, OUTPUTS, 8))
-        if pairs_of(FORM):
-            return wide >> tl.load(counts + word // (RUN // 4) % PARTS * 16)
-        else:
-            return wide >> tl.load(counts + word // (RUN // 4) % PARTS * BITS)
+        codes = wide >> tl.load(counts + word // (RUN // 4) % PARTS * APART)
     else:  # a part of 32 bytes is a group
         EACH: tl.constexpr = RUN // 32
         RUNS: tl.constexpr = 8 // (EACH * PARTS)
@@ -126,13 +124,12 @@ def _plane(home, odd, first, rest, counts, PLANE: tl.constexpr, OUTPUTS: tl.cons
         held = own // EACH * (EACH * PARTS) < rest
         inside = own * (32 * PARTS) % FORM.numbers // PARTS
         begun = first + _block_at(own, 32 * PARTS, FORM) + PLANE.at
-        words = _words_at(home, odd, begun + inside + 4 * word, held, counts, FORM.nbytes)
-        if PARTS == 1:
-            return words
-        else:
-            apart = tl.reshape(words, (RUNS, 1, EACH, OUTPUTS, 8))
+        codes = _words_at(home, odd, begun + inside + 4 * word, held, counts, FORM.nbytes)
+        if PARTS > 1:
+            apart = tl.reshape(codes, (RUNS, 1, EACH, OUTPUTS, 8))
             wide = tl.reshape(tl.broadcast_to(apart, (RUNS, PARTS, EACH, OUTPUTS, 8)), (8, OUTPUTS, 8))
-            return wide >> tl.load(counts + group // EACH % PARTS * BITS)
+            codes = wide >> tl.load(counts + group // EACH % PARTS * BITS)
+    return codes
 
 
 @triton.jit
@@ -151,36 +148,31 @@ def codes_of_groups(
     ONES: tl.constexpr = 0x01010101
     TOPS: tl.constexpr = 0x80808080 - 2**32
     if FORM.grid is not None:
-        return _in_grid(home, odd, first, rest, book, FORM.grid, FORM)
+        codes = _in_grid(home, odd, first, rest, book, FORM.grid, FORM)
     else:
         codes = _plane(home, odd, first, rest, counts, FORM.codes, OUTPUTS, FORM)
         if pairs_of(FORM):
-            return _in_book(codes, FORM.code)
+            codes = _in_book(codes, FORM.code)
         elif FORM.code == "sign":
-            return (codes & ONES) * 254 ^ -1
-        elif BITS == 8:
-            return codes
-        else:
+            codes = (codes & ONES) * 254 ^ -1
+        elif BITS < 8:
             codes = codes & ((1 << BITS) - 1) * ONES
             if FORM.high.bits:
-                UPPER: tl.constexpr = FORM.high.bits
-                high = _plane(home, odd, first, rest, counts, FORM.high, OUTPUTS, FORM) & ((1 << UPPER) - 1) * ONES
-                codes = codes | high << BITS
+                UPPER: tl.constexpr = ((1 << FORM.high.bits) - 1) * ONES
+                codes |= (_plane(home, odd, first, rest, counts, FORM.high, OUTPUTS, FORM) & UPPER) << BITS
             if spare_of(FORM):
-                return codes << spare_of(FORM) ^ TOPS
+                codes = codes << spare_of(FORM) ^ TOPS
             elif FORM.centre_taken:
-                return codes + (128 - FORM.centre_taken) * ONES ^ TOPS
-            else:
-                return codes
+                codes = codes + (128 - FORM.centre_taken) * ONES ^ TOPS
+    return codes
 
 
 @triton.jit
 def _in_book(codes, CODE: tl.constexpr):
     """The numbers of the codes in the lower 16 bits of words."""
     places, picked = codes & 0x7777, codes >> 1 & 0x4444 | 0x3210
-    zero: tl.constexpr = 0
-    lower = permuted(codes * zero + _book_word(CODE, 0), codes * zero + _book_word(CODE, 1), places)
-    upper = permuted(codes * zero + _book_word(CODE, 2), codes * zero + _book_word(CODE, 3), places)
+    lower = permuted(_book_word(CODE, 0), _book_word(CODE, 1), places)
+    upper = permuted(_book_word(CODE, 2), _book_word(CODE, 3), places)
     return permuted(lower, upper, picked)
 
 
@@ -197,12 +189,13 @@ def _in_grid(home, odd, first, rest, book, GRID: tl.constexpr, FORM: tl.constexp
     entry = tl.load(book + 16 + (index * 2 + word % 2 if GRID.each == 8 else index))
     signs = items_at(home, odd, at, eight, held, GRID.signs, BLOCK)
     if GRID.signs.bits == 1:
-        return more(entry, tl.load(book + signs))
+        entry = more(entry, tl.load(book + signs))
     else:
         if GRID.signs.bits == 7:
             signs |= (0x96696996 - 2**32 >> ((signs ^ signs >> 5) & 31) & 1) << 7  # as `stored_codes_gpu.in_grid`
         one = tl.load(book + (signs >> word % 2 * 4 & 15))
-        return (entry ^ one * 255) + one
+        entry = (entry ^ one * 255) + one
+    return entry
 
 
 @triton.jit

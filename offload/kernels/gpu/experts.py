@@ -117,7 +117,7 @@ def _run(
     normed = normed if room is None else room.take("normed", normed).copy_(normed)
 
     def multiply() -> None:
-        own = {each: FixedRows.of(normed, each) for each in _encodings(first.gate, first.up)} if fixed else {}
+        own = {each: FixedRows.of(normed, each) for each in {*_encodings(first.gate, first.up)}} if fixed else {}
         for places in homes.batches(chosen):
             _inner(experts, first, lines, places, homes.bank, normed, inner, own)
             pairs = Pairs(chosen, places)
@@ -237,7 +237,8 @@ def _multiply(
     of: _Products, lines: Lines, places: Tensor, bank: Bank, rows: Tensor, out: Tensor,
     fixed: Mapping[Encoding, FixedRows],
 ) -> None:  # fmt: skip
-    """Fill the rows of out, [pairs, outputs] by its stride, of pairs whose experts are in a batch. fixed: as `_inner`."""
+    """Fill the rows of out, [pairs, outputs] by its stride, of pairs whose experts are in a batch. fixed: as
+    `_inner`."""
     (outputs, inputs), weight = of.weight.shape, of.weight
     bias = of.bias if of.bias is None or of.gate is None else of.bias[outputs:]
     offsets = [0 if each is None else _offset(each, bank) for each in (of.gate, weight, bias)]

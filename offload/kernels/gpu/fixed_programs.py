@@ -1,9 +1,9 @@
-"""Products of few rows with stored experts in fixed point, in Triton: integer sums on tensor cores, then fp32 operations
-in a fixed sequence, so that a CPU gives the same bits (docs/exactness.md). `offload.kernels.gpu.experts` launches them.
+"""Products of few rows with stored experts in fixed point, in Triton: integer sums on tensor cores, then fp32
+operations in a fixed sequence, so that a CPU gives the same bits. `offload.kernels.gpu.experts` launches them.
 
 Numbers of a row are integers of 16 bits times the unit of their group of 32: two planes of int8. The sums of a part's
-products with codes, 32 or 16 of them, are exact. A lane adds up the parts that have its place among those of 256 inputs;
-the lanes are added at the end.
+products with codes, 32 or 16 of them, are exact. A lane adds up the parts that have its place among those of 256
+inputs; the lanes are added at the end.
 """
 
 # Triton evaluates the annotations, so they are not postponed.
@@ -31,9 +31,9 @@ def fix_rows(
     FORM: tl.constexpr,  # the Encoding of the matrix that multiplies them
     GROUPS: tl.constexpr,  # at a time
 ):
-    """Program (t, b): block b of row t in fixed point, in the order of `FORM`'s codes. A group's unit is the least power
-    of two, at least 2^-64, that leaves its numbers at most 127 * 257; they are rounded to the nearest integer, of two
-    the even one."""
+    """Program (t, b): block b of row t in fixed point, in the order of `FORM`'s codes. A group's unit is the least
+    power of two, at least 2^-64, that leaves its numbers at most 127 * 257; they are rounded to the nearest integer, of
+    two the even one."""
     row = tl.program_id(0)
     if CHOSEN:
         expert = tl.load(chosen + row)
@@ -107,9 +107,7 @@ def _sum_groups(
         rest, first = num_groups - begun, begun * 32 // FORM.numbers * FORM.nbytes
         held = (group < rest)[:, None]
         near = held & real[None, :]
-        words = codes_of_groups(
-            home[:, :, None], odd[:, :, None], first, rest, book, counts, OUTPUTS, FORM
-        )
+        words = codes_of_groups(home[:, :, None], odd[:, :, None], first, rest, book, counts, OUTPUTS, FORM)
         codes = as_bytes(words)
         unit = tl.load(of_units + begun, mask=near, other=1.0)
         for half in tl.static_range(HALVES):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import test_experts
-from kit.interpreter import products_by_row, rounds_to_bf16, without_idle_work
+from kit.interpreter import products_by_row, rounds_products_once, rounds_to_bf16, runs_assembly, without_idle_work
 from kit.processor import before_a_guard
 from kit.stored import NAMES
 from offload.config.networks import Experts, FeedForward
@@ -30,6 +30,7 @@ from offload.kernels.gpu import expert_programs
 from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu.experts import ROWS, arranged, choose, most_tiles, rows_of_tile, run_experts, score
 from offload.kernels.norms import NormWeights
+from offload.kernels.rows import MAX_ROWS
 from offload.native.launch import counting, launch
 from offload.weights.expert_layout import bank_of, layout_of
 from offload.weights.experts import ResidentExperts
@@ -75,6 +76,8 @@ without_idle_work()
 def _as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     products_by_row(monkeypatch)
     rounds_to_bf16(monkeypatch)
+    rounds_products_once(monkeypatch)
+    runs_assembly(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +141,8 @@ def test_the_output_is_that_of_the_formula(
 @pytest.mark.few(len(FEW))
 @pytest.mark.parametrize("name", [*FEW, *(name for name in NAMES if name not in FEW)])
 def test_stored_experts_are_multiplied_as_they_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several blocks, the last of which are less than a program takes at a time."""
+    """As in prefills. Over several blocks, the last of which are less than a program takes at a time."""
+    monkeypatch.setattr(by_triton, "MAX_ROWS", 0)
     numbers = ENCODINGS[name].numbers
     size = -(-96 // numbers) * numbers
     monkeypatch.setattr(test_experts, "HIDDEN", hidden := 3 * numbers)
@@ -166,11 +170,20 @@ def test_an_experts_matrices_may_be_stored_in_different_ways(
 
 def test_a_layer_is_a_few_launches_and_the_host_learns_of_no_choice() -> None:
     wanted = dict.fromkeys(("score_rows", "choose_experts", "arrange_pairs", "sum_pairs"), 1)
-    for encodings, program in (((), "multiply_plain"), (["Q8_0"] * 3, "multiply_blocks")):
-        given = scene(Experts(FeedForward(32), 4, 2), torch.bfloat16, 2, *encodings)
+    fixed = {"fix_rows": 2, "multiply_fixed": 2}
+    for encodings, rows, others in (
+        ((), 2, {"multiply_plain": 2}),
+        (["INT4_F16/32"] * 3, 2, {"multiply_blocks": 2}),
+        (["Q8_0", "Q8_0", "INT4_F16/32"], 2, {"multiply_blocks": 2}),
+        (["Q8_0"] * 3, 2, fixed),
+        (["Q8_0"] * 3, MAX_ROWS, fixed),
+        (["Q8_0"] * 3, MAX_ROWS + 1, {"multiply_blocks": 2}),  # a prefill
+        (["Q8_0", "Q8_0", "MXFP4"], 2, fixed),
+    ):
+        given = scene(Experts(FeedForward(32), 4, 2), torch.bfloat16, rows, *encodings)
         with counting() as launches:
             given.by(run_experts)
-        assert launches == wanted | {program: 2}
+        assert launches == wanted | others
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
@@ -392,7 +405,7 @@ def test_outputs_are_added_up_in_the_order_of_choice() -> None:
 
 
 MUTANTS = {
-    "another expert's matrix": ("_place", "places + expert,", "places + (expert + 1) % 2,"),
+    "another expert's matrix": ("place_of", "places + expert,", "places + (expert + 1) % 2,"),
     "the first place's matrices": ("multiply_plain", "content + place.to(tl.int64) * step", "content"),
     "the first place's blocks": ("multiply_blocks", "content + place.to(tl.int64) * step", "content"),
     "the gate is up": ("multiply_plain", "home + gate_at", "home + weight_at"),
@@ -401,10 +414,10 @@ MUTANTS = {
     "the gate of blocks has up's bias": ("multiply_blocks", "bias - part * num_outputs", "bias"),
     "experts that are not there run": ("multiply_plain", "    if place < 0:\n        return\n",
                                        "    place = tl.maximum(place, 0)\n"),
-    "a line without a pair is the first one's": ("_lines", "return pair, ",
+    "a line without a pair is the first one's": ("lines_of", "return pair, ",
                                                  "pair = tl.maximum(pair, 0)\n    return pair, "),
-    "a pair's row is its neighbour's": ("_lines", "// per_row", "// per_row ^ 1"),
-    "a pair is a row": ("_lines", "// per_row", ""),
+    "a pair's row is its neighbour's": ("lines_of", "// per_row", "// per_row ^ 1"),
+    "a pair is a row": ("lines_of", "// per_row", ""),
     "the last inputs are left out": ("_sum_inputs", "inside = (at < num_inputs)", "inside = (at < num_inputs - 1)"),
     "later inputs alone": ("_sum_inputs", "trans(numbers), total,", "trans(numbers), total * 0,"),
     "scores of the last inputs alone": ("score_rows", "total.shape), total)", "total.shape), total * 0)"),

@@ -14,9 +14,11 @@ from offload.config.block import Encodings
 from offload.config.model import ModelConfig, llama_shaped
 from offload.config.networks import Experts, FeedForward
 from offload.formats.encodings import ENCODINGS
+from offload.formats.fixed_gpu import sums_of
 from offload.kernels.gpu import expert_programs as programs
 from offload.kernels.gpu.experts import (
     COLUMNS,
+    FIXED_ROWS,
     PAIRS,
     PLAIN,
     PLAIN_STAGES,
@@ -25,6 +27,8 @@ from offload.kernels.gpu.experts import (
     SCORED,
     scratch_bytes,
 )
+from offload.kernels.gpu.fixed_programs import fix_rows, multiply_fixed
+from offload.kernels.gpu.fixed_rows import GROUPS
 from offload.plan.composition import PLAIN as PLAIN_LEVELS
 from offload.plan.cost import Cost
 from offload.plan.cost_gpu import GPU as COSTS
@@ -37,6 +41,8 @@ from test_planner import GPU, plan
 
 NUMBERS = ("rows", "out")
 PRODUCT = {"pair_of": "*i32", "expert_of": "*i32", "places": "*i32", "content": "*u8", "book": "*i16"}
+FIXED = [name for name, own in ENCODINGS.items() if own.has_integers]
+FIXED_PRODUCT = PRODUCT | {"planes": "*i8", "units": "*fp32", "sums": "*fp32", "counts": "*i32"}
 SIZES = ("num_inputs", "num_outputs", "step", "gate_at", "weight_at", "bias_at", "out_stride")
 ENDINGS = {
     "gate": {"GATED": True, "ADDED": True, "ACTIVATION": 0},
@@ -97,6 +103,58 @@ def test_stored_experts_are_multiplied_without_a_spill(capability: int, dtype: s
     assert has_a_rows_bits_beside_any(found)
     assert ".ftz" not in found.ptx
     assert not re.search(r"ld\.global[.\w]*\.b?8\b", found.ptx)
+
+
+def has_bytes_in_a_register(found: Compiled) -> bool:
+    """Whether the four bytes of a word are four neighbours in a register of each thread: `fixed_gpu.as_bytes`."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<\{.*\}>)", found.ttgir, re.MULTILINE))
+    made = re.findall(r'elementwise_inline_asm "mov\.b32.* -> tensor<[0-9x]+xi8, (#\w+)>', found.ttgir)
+    return len(made) == 1 and "{register = [[0, 0, 0, 1], [0, 0, 0, 2]," in layouts[made[0]]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("rows", FIXED_ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("name", FIXED)
+def test_stored_experts_in_fixed_point_are_multiplied_with_next_to_no_spill(
+    capability: int, rows: int, dtype: str, ending: str, name: str
+) -> None:
+    """What spills is computed once for each matrix. Only what the definition fuses is fused."""
+    own, tiling = ENCODINGS[name], ENCODINGS[name].fixed_tiling
+    found = compiled(
+        multiply_fixed, capability, FIXED_PRODUCT | {"book": book_kind(name), "out": f"*{dtype}"},
+        ENDINGS[ending] | {"ROWS": rows, "OUTPUTS": tiling.outputs, "FORM": own},
+        warps=tiling.warps, stages=tiling.stages, divisible=SIZES[1:], fuses=False,
+    )  # fmt: skip
+    assert found.spilled_bytes <= 64
+    assert found.registers <= 255
+    assert found.shared_bytes <= SHARED_BYTES
+    assert copied(found)
+    assert has_bytes_in_a_register(found)
+    assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in found.ptx
+    assert "wgmma" not in found.ptx
+    assert ".ftz" not in found.ptx
+    each = 8 * tiling.outputs * rows // (32 * tiling.warps) * (2 if own.group == 16 else 1)
+    fused = each * (2 if sums_of(own) else 1)
+    activated = 7 * -(-tiling.outputs * rows // (32 * tiling.warps)) if ending == "gate" else 0
+    assert found.ptx.count("fma.rn.f32") == fused + activated
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "MXFP4", "Q8_0"])
+def test_rows_come_into_fixed_point_without_a_spill(capability: int, dtype: str, name: str) -> None:
+    pointers = {"rows": f"*{dtype}", "chosen": "*i32", "places": "*i32", "planes": "*i8"}
+    found = compiled(
+        fix_rows, capability, pointers | dict.fromkeys(("units", "sums"), "*fp32"),
+        {"EXPERTS": 128, "CHOSEN": True, "FORM": ENCODINGS[name], "GROUPS": GROUPS},
+    )  # fmt: skip
+    assert found.spilled_bytes == 0
+    assert found.registers <= 64
+    assert ".ftz" not in found.ptx
 
 
 @pytest.mark.few(2)

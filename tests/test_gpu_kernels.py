@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +78,7 @@ INTERPRETED = [
     "codes",
     "stored",
     "experts",
+    "fixed",
     "kv_codes",
     "kv_residuals",
     "packed",
@@ -166,6 +167,7 @@ class Compiled:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    ttgir: str = ""  # Triton's program with its layouts
 
 
 def compiled(
@@ -197,7 +199,7 @@ def compiled(
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses}
     options |= {} if most is None else {"maxnreg": most}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return read(kernel.asm["ptx"], kernel.metadata.shared, capability)
+    return replace(read(kernel.asm["ptx"], kernel.metadata.shared, capability), ttgir=kernel.asm["ttgir"])
 
 
 def read(ptx: str, shared_bytes: int, capability: int) -> Compiled:
@@ -408,7 +410,7 @@ def test_a_rotation_rounds_product_by_product(capability: int, dtype: str, dim: 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_gates_are_read_and_written_16_bytes_at_a_time(capability: int, dtype: str, number: int) -> None:
     pointers = dict.fromkeys(("x", "out"), f"*{dtype}")
     found = compiled(
@@ -417,7 +419,9 @@ def test_gates_are_read_and_written_16_bytes_at_a_time(capability: int, dtype: s
         pointers,
         {"ACTIVATION": number, "COLUMNS": 1024},
         divisible=("size", "stride"),
+        fuses=False,
     )
+    assert found.ptx.count("fma.rn.f32") == (0 if number == 2 else 7 * 8)  # those of a power of two, of eight numbers
     assert found.spilled_bytes == 0
     assert found.registers <= 96
     assert "ld.global.v4" in found.ptx

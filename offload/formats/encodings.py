@@ -140,6 +140,7 @@ class Encoding:
     tail: int = 0
     tiling: Tiling = Tiling()
     expert_tiling: Tiling = Tiling(outputs=32)
+    fixed_tiling: Tiling = Tiling(outputs=32, warps=8)
 
     def __hash__(self) -> int:
         return hash(self.name)  # quick, since a launch finds its compiled program by it
@@ -159,6 +160,19 @@ class Encoding:
         """Whether numbers are integers times steps, so that there are products in fixed point: those of GGUF's kinds,
         NVFP4 among them."""
         return not self.is_rounded
+
+    @property
+    def width(self) -> int:
+        """The bits of a code, without those in a grid."""
+        return self.codes.bits + self.high.bits
+
+    @property
+    def centre_taken(self) -> int:
+        """The number that is subtracted from codes before they are multiplied, as `centre` in
+        native/stored_forms.h."""
+        if self.codes.bits < 4:
+            return self.centre
+        return 1 << (self.width - 1) if self.code == "integer" else 0
 
     @property
     def number(self) -> int:
@@ -241,7 +255,10 @@ def _k(name: str, nbytes: int, codes: Plane, high: Plane = NO_PLANE, tiling: Til
     """A block of 256 with six bits each for the steps and the least values of its groups."""
     steps = Small(Field(32, 4, 8, 4, 64), Field(36, 2, 8, 4, 2))
     least = Small(Field(64, 4, 8, 4, 36), Field(68, 2, 8, 4, 2))
-    return Encoding(name, 256, nbytes, codes, high, steps="k", small=steps, least=least, tiling=tiling)
+    return Encoding(
+        name, 256, nbytes, codes, high, steps="k", small=steps, least=least, tiling=tiling,
+        fixed_tiling=_FIXED,
+    )  # fmt: skip
 
 
 def _of_grid(
@@ -251,19 +268,20 @@ def _of_grid(
     code = name.lower() if name.startswith(("IQ2", "IQ3")) else "iq1"
     return Encoding(
         name, 256, nbytes, code=code, grid=Grid(code, each, low, high, signs), steps="small", small=small, group=group,
-        tiling=_GRID, expert_tiling=_FEW_STAGES, **scale,
+        tiling=_GRID, expert_tiling=_FEW_STAGES, fixed_tiling=_FEW_STAGES, **scale,
     )  # fmt: skip
 
 
 _WIDE, _WIDE_EXPERT = Tiling(warps=8), Tiling(outputs=32, warps=8)
 _GRID, _FEW_STAGES = Tiling(warps=8, stages=2), Tiling(outputs=32, warps=8, stages=2)
+_FIXED = Tiling(outputs=32)
 _SHORT, _SHORT_EXPERT = Tiling(words=16, stages=2), Tiling(words=16, warps=8, stages=2)
 _GGUF = (  # by llama.cpp's names
     Encoding("Q4_0", 32, 18, Plane(2, 4, 16), centre=8),
-    Encoding("Q4_1", 32, 20, Plane(4, 4, 16), steps="least"),
+    Encoding("Q4_1", 32, 20, Plane(4, 4, 16), steps="least", fixed_tiling=_FIXED),
     Encoding("Q5_0", 32, 22, Plane(6, 4, 16), Plane(2, 1, 1), centre=16, tiling=_WIDE),
-    Encoding("Q5_1", 32, 24, Plane(8, 4, 16), Plane(4, 1, 1), steps="least", tiling=_WIDE),
-    Encoding("Q8_0", 32, 34, Plane(2, 8, 32), code="signed"),
+    Encoding("Q5_1", 32, 24, Plane(8, 4, 16), Plane(4, 1, 1), steps="least", tiling=_WIDE, fixed_tiling=_FIXED),
+    Encoding("Q8_0", 32, 34, Plane(2, 8, 32), code="signed", fixed_tiling=_FEW_STAGES),
     Encoding("MXFP4", 32, 17, Plane(1, 4, 16), code="e2m1", scale="E8M0", tiling=_WIDE),
     Encoding("IQ4_NL", 32, 18, Plane(2, 4, 16), code="iq4", tiling=_WIDE, expert_tiling=_WIDE_EXPERT),
     _k("Q4_K", 144, Plane(16, 4, 32)),
@@ -271,10 +289,11 @@ _GGUF = (  # by llama.cpp's names
     Encoding(
         "Q6_K", 256, 210, Plane(0, 4, 64), Plane(128, 2, 32), centre=32, scale_at=208, steps="bytes", group=16,
         tiling=_SHORT, expert_tiling=_SHORT_EXPERT,  # three stages were slower
+        fixed_tiling=_FEW_STAGES,
     ),
     Encoding(
         "IQ4_XS", 256, 136, Plane(8, 4, 16), code="iq4", steps="small",
-        small=Small(Field(32, 4, 4), Field(16, 2, 2), plus=-32), tiling=_WIDE,
+        small=Small(Field(32, 4, 4), Field(16, 2, 2), plus=-32), tiling=_WIDE, fixed_tiling=_FIXED,
     ),
     Encoding(
         "Q3_K", 256, 110, Plane(32, 2, 32), Plane(0, 1, 32), centre=4, scale_at=108, steps="small", group=16,
@@ -321,7 +340,7 @@ _GGUF = (  # by llama.cpp's names
     ),
     Encoding(
         "NVFP4", 64, 36, Plane(4, 4, 8), code="e2m1", scale="E4M3", steps="times", group=16, tail=4,
-        tiling=_WIDE, expert_tiling=_WIDE_EXPERT,
+        tiling=_WIDE, expert_tiling=_WIDE_EXPERT, fixed_tiling=_FIXED,
     ),
 )  # fmt: skip
 # compressed-tensors' NVFP4, whose scale of a row divides; in the same bytes.

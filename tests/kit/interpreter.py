@@ -20,11 +20,15 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from kit.fixed import fma
+
 
 def products_by_row(patch: pytest.MonkeyPatch) -> None:
     """Of a matrix, some machines' NumPy rounds a row by its place, as no GPU's matrix unit does."""
 
     def dot(builder: InterpreterBuilder, a: Any, b: Any, d: Any, *_: object) -> TensorHandle:
+        if a.data.dtype == np.int8:  # exact, of any order
+            return TensorHandle(np.matmul(a.data, b.data, dtype=np.float32).astype(np.int32) + d.data, d.dtype.scalar)
         rows = [np.matmul(row, b.data, dtype=d.data.dtype) for row in a.data]
         return TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
 
@@ -121,3 +125,52 @@ def rounds_to_bf16(patch: pytest.MonkeyPatch) -> None:
         return convert(data, source, target, *more)
 
     patch.setattr(interpreter, "_convert_float", rounded)
+
+
+def rounds_products_once(patch: pytest.MonkeyPatch) -> None:
+    """A fused multiply-add of fp32 has one rounding, on a GPU. The interpreter rounds the product, too."""
+
+    def fused(builder: InterpreterBuilder, x: Any, y: Any, z: Any) -> TensorHandle:
+        assert z.data.dtype == np.float32
+        return TensorHandle(fma(*(torch.from_numpy(np.array(each.data)) for each in (x, y, z))).numpy(), z.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_fma", fused)
+
+
+def runs_assembly(patch: pytest.MonkeyPatch) -> None:
+    """The instructions that programs have as assembly, by the PTX manual: moves of a register of four bytes, and
+    permutations of bytes."""
+
+    def run(builder: InterpreterBuilder, text: str, _: str, given: Any, kinds: Any, *more: object) -> Any:
+        data = [np.ascontiguousarray(each.data) for each in given]
+        name, (kind,) = text.split()[0], kinds if isinstance(kinds, list | tuple) else (kinds,)
+        return _Results([TensorHandle(_ASSEMBLY[name](*data), kind.scalar)])
+
+    patch.setattr(InterpreterBuilder, "create_inline_asm", run)
+
+
+class _Results(list[TensorHandle]):
+    """The results of an operation as a builder returns them."""
+
+    def get_result(self, number: int) -> TensorHandle:
+        return self[number]
+
+
+def _moved(words: Any) -> Any:
+    """The bytes of the first word of each four neighbours."""
+    return words[..., ::4].astype(np.int32).view(np.int8)
+
+
+def _permuted(low: Any, high: Any, places: Any) -> Any:
+    """prmt: bytes of two words by four fields of four bits, of which the highest bit is 0."""
+    low, high, places = np.broadcast_arrays(low, high, places)
+    both = (low.astype(np.int64) & 0xFFFFFFFF) | high.astype(np.int64) << 32
+    made = np.zeros_like(both)
+    for number in range(4):
+        field = places >> 4 * number & 15
+        assert (field < 8).all()
+        made |= (both >> 8 * field.astype(np.int64) & 255) << 8 * number
+    return made.astype(np.uint32).view(np.int32)
+
+
+_ASSEMBLY = {"mov.b32": _moved, "prmt.b32": _permuted}

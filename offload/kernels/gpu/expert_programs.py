@@ -189,7 +189,7 @@ def arrange_pairs(
 
 
 @triton.jit
-def _lines(pair_of, tile, per_row, ROWS: tl.constexpr):
+def lines_of(pair_of, tile, per_row, ROWS: tl.constexpr):
     """The pairs of a tile's lines, their rows of the input, of which `per_row` pairs have one, and which lines have a
     pair: int32, int32 and bool [ROWS]."""
     pair = tl.load(pair_of + tile * ROWS + tl.arange(0, ROWS))
@@ -197,14 +197,14 @@ def _lines(pair_of, tile, per_row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _place(expert_of, places, tile):
+def place_of(expert_of, places, tile):
     """The place of a tile's expert in the bank, or -1 if the tile has none, or the expert is not there."""
     expert = tl.load(expert_of + tile)
     return tl.load(places + expert, mask=expert >= 0, other=-1)
 
 
 @triton.jit
-def _numbers(address, like):
+def numbers_at(address, like):
     """A pointer to bytes as one to numbers of the dtype of another pointer."""
     return address.to(tl.pointer_type(like.dtype.element_ty))
 
@@ -231,7 +231,7 @@ def _sum_inputs(
 
 
 @triton.jit
-def _ended(total, bias, output, valid, ADDED: tl.constexpr):
+def ended(total, bias, output, valid, ADDED: tl.constexpr):
     """Sums plus a bias, if there is one, rounded to its dtype."""
     if ADDED:
         total += tl.load(bias + output, mask=valid, other=0.0).to(tl.float32)[None, :]
@@ -264,23 +264,23 @@ def multiply_plain(
 ):
     """Program (t, c): what the expert of tile t makes of its lines, in column c of the outputs, for their pairs."""
     tile = tl.program_id(0)
-    place = _place(expert_of, places, tile)
+    place = place_of(expert_of, places, tile)
     if place < 0:
         return
-    pair, row, real = _lines(pair_of, tile, per_row, ROWS)
+    pair, row, real = lines_of(pair_of, tile, per_row, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     valid = output < num_outputs
     home = content + place.to(tl.int64) * step
     total = _sum_inputs(
-        rows, row, real, _numbers(home + weight_at, out), output, valid, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
+        rows, row, real, numbers_at(home + weight_at, out), output, valid, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
     )
-    bias = _numbers(home + bias_at, out)
-    made = _ended(total, bias, output, valid, ADDED)
+    bias = numbers_at(home + bias_at, out)
+    made = ended(total, bias, output, valid, ADDED)
     if GATED:
         total = _sum_inputs(
-            rows, row, real, _numbers(home + gate_at, out), output, valid, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
+            rows, row, real, numbers_at(home + gate_at, out), output, valid, num_inputs, ROWS, OUTPUTS, NUMBERS, WIDEN
         )
-        made = opened(_ended(total, bias - num_outputs, output, valid, ADDED), made, ACTIVATION)
+        made = opened(ended(total, bias - num_outputs, output, valid, ADDED), made, ACTIVATION)
     elif ACTIVATION >= 0:
         made = activated(made.to(tl.float32), ACTIVATION).to(made.dtype)
     target = (pair.to(tl.int64) * out_stride)[:, None] + output[None, :]
@@ -316,12 +316,12 @@ def multiply_blocks(
     """Program (t, c): as `multiply_plain`, with matrices as they are stored, gate and up in one encoding. The number of
     columns is even."""
     tile, column = tl.program_id(0), tl.program_id(1)
-    place = _place(expert_of, places, tile)
+    place = place_of(expert_of, places, tile)
     if place < 0:
         return
-    pair, row, real = _lines(pair_of, tile, per_row, ROWS)
+    pair, row, real = lines_of(pair_of, tile, per_row, ROWS)
     home = content + place.to(tl.int64) * step
-    bias, made = _numbers(home + bias_at, out), tl.zeros([ROWS, OUTPUTS], out.dtype.element_ty)
+    bias, made = numbers_at(home + bias_at, out), tl.zeros([ROWS, OUTPUTS], out.dtype.element_ty)
     up, output = made, tl.arange(0, OUTPUTS)
     for part in tl.range(0, 1 + GATED, num_stages=1):  # one copy of the loop: two would spill, and compile for as long
         up = made
@@ -329,7 +329,7 @@ def multiply_blocks(
             rows, row, real, home + tl.where(part == 0, weight_at, gate_at), book, column, num_outputs, num_blocks, 0,
             num_blocks, ROWS, OUTPUTS, BLOCKS, WIDEN, FORM,
         )  # fmt: skip
-        made = _ended(total, bias - part * num_outputs, output, output < num_outputs, ADDED)
+        made = ended(total, bias - part * num_outputs, output, output < num_outputs, ADDED)
     valid = output < num_outputs
     if GATED:
         made = opened(made, up, ACTIVATION)

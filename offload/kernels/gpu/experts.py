@@ -1,8 +1,12 @@
 """Mixtures of experts on a GPU, in Triton (see `expert_programs`): the host launches the same programs whatever experts
-the rows choose, and does not wait for their choice, so that a pass may be a graph where all experts are on the GPU."""
+the rows choose, and does not wait for their choice, so that a pass may be a graph where all experts are on the GPU.
+
+Passes multiply stored experts in fixed point (see `fixed_programs`) wherever they have integers, with the bits of the
+CPU's kernels: which device runs an expert changes no text. Prefills decode their numbers to 16 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from offload.config.networks import Activation, Experts
 from offload.formats.encodings import Encoding
+from offload.formats.fixed_gpu import GROUP, counts_of
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of
 from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
@@ -23,12 +28,15 @@ from offload.kernels.gpu.expert_programs import (
     score_rows,
     sum_pairs,
 )
+from offload.kernels.gpu.fixed_programs import multiply_fixed
+from offload.kernels.gpu.fixed_rows import FixedRows, Pairs
 from offload.kernels.rows import MAX_ROWS
 from offload.native.host_work import between
 from offload.native.launch import launch
 
 MOST_ROWS = 512  # at a time
 ROWS = (16, 32)  # of a tile: the minimum of tensor cores, and twice that where experts of plain numbers have more rows
+FIXED_ROWS = (8, 16)  # of a tile in fixed point
 SCORED = {"ROWS": 4, "EXPERTS": 4, "NUMBERS": 512}  # of a program that scores
 PAIRS = 256  # at a time, of a program that arranges them
 COLUMNS = 512  # of a program that sums
@@ -74,7 +82,8 @@ def run_experts(
     nothing = [None] * -(-len(rows) // MOST_ROWS)
     parts = (nothing if each is None else each.split(MOST_ROWS) for each in (beside, real, latents))
     given = zip(rows.split(MOST_ROWS), *parts, strict=True)
-    made = [_run(mixture, homes, *each) for each in given]
+    fixed = len(rows) <= MAX_ROWS and homes.bank.places[0].has_integers
+    made = [_run(mixture, homes, *each, fixed=fixed) for each in given]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
@@ -92,6 +101,8 @@ def _run(
     beside: Tensor | None,
     real: Tensor | None,
     latents: Tensor | None,
+    *,
+    fixed: bool,
 ) -> Tensor:
     experts, router = mixture.experts, mixture.router
     normed, scored = (each.contiguous() for each in mixture.normed(rows))
@@ -100,19 +111,22 @@ def _run(
     room = homes.room if len(rows) <= MAX_ROWS else None
     chosen, weights = choose(experts, router, scores, real, like=scored, room=room)
     first = homes.bank.places[0]
-    lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first), room=room)
+    lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first, fixed), room=room)
     sizes = experts.network.size, normed.shape[1]
     inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
     inner, made = _taken(room, "inner", inner), _taken(room, "made", made)
     normed = normed if room is None else room.take("normed", normed).copy_(normed)
 
     def multiply() -> None:
+        own = {each: FixedRows.of(normed, each) for each in {*_encodings(first.gate, first.up)}} if fixed else {}
         for batch in homes.batches(chosen):
             if batch.bank.content.device != rows.device:
                 run_on_host(experts, batch, normed, chosen, made)
                 continue
-            _inner(experts, first, lines, batch, normed, inner)
-            _multiply(_Products(first.down, first.down_bias), lines, batch, inner, made)
+            _inner(experts, first, lines, batch, normed, inner, own)
+            pairs = Pairs(chosen, batch.places)
+            of_inner = {each: FixedRows.of(inner, each, pairs) for each in _encodings(first.down)} if fixed else {}
+            _multiply(_Products(first.down, first.down_bias), lines, batch, inner, made, of_inner)
 
     if room is None:
         multiply()
@@ -181,8 +195,11 @@ def most_tiles(num_pairs: int, count: int, rows: int) -> int:
     return busy + (num_pairs - busy) // rows
 
 
-def rows_of_tile(num_pairs: int, count: int, weights: ExpertWeights) -> int:
-    """The lines of a tile for pairs with `count` experts. Either number gives a row the same bits."""
+def rows_of_tile(num_pairs: int, count: int, weights: ExpertWeights, fixed: bool = False) -> int:
+    """The lines of a tile for pairs with `count` experts. Either number gives a row the same bits. fixed: in fixed
+    point."""
+    if fixed:
+        return FIXED_ROWS[num_pairs > FIXED_ROWS[0] * count]
     stored = any(isinstance(each, StoredMatrix) for each in (weights.gate, weights.up, weights.down))
     return ROWS[num_pairs > ROWS[0] * count and not stored]
 
@@ -202,45 +219,66 @@ def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None)
     return Lines(pair_of, expert_of, rows)
 
 
-def _inner(experts: Experts, first: ExpertWeights, lines: Lines, batch: Batch, rows: Tensor, inner: Tensor) -> None:
-    """Fill inner [pairs, size] for the experts in a batch. Gate and up in two encodings are multiplied apart."""
+def _inner(
+    experts: Experts, first: ExpertWeights, lines: Lines, batch: Batch, rows: Tensor, inner: Tensor,
+    fixed: Mapping[Encoding, FixedRows],
+) -> None:  # fmt: skip
+    """Fill inner [pairs, size] for the experts in a batch. Gate and up in two encodings are multiplied apart. fixed:
+    the rows in fixed point, for each encoding; empty where they are multiplied as they are."""
     gate, up, bias, used = first.gate, first.up, first.gate_up_bias, experts.used
     activation = experts.network.activation
     if gate is None or _encoding(gate) == _encoding(up):
-        _multiply(_Products(up, bias, used, gate, activation), lines, batch, rows, inner)
+        _multiply(_Products(up, bias, used, gate, activation), lines, batch, rows, inner, fixed)
         return
     both = torch.empty(len(inner), 2 * inner.shape[1], dtype=inner.dtype, device=inner.device)
     biases = (None, None) if bias is None else bias.chunk(2)
     for matrix, own, out in zip((gate, up), biases, both.chunk(2, 1), strict=True):
-        _multiply(_Products(matrix, own, used), lines, batch, rows, out)
+        _multiply(_Products(matrix, own, used), lines, batch, rows, out, fixed)
     inner.copy_(gated(both, activation))  # of other batches' pairs, too, whose rows do not count
 
 
-def _multiply(of: _Products, lines: Lines, batch: Batch, rows: Tensor, out: Tensor) -> None:
-    """Fill the rows of out, [pairs, outputs] by its stride, of pairs whose experts are in a batch."""
+def _multiply(
+    of: _Products, lines: Lines, batch: Batch, rows: Tensor, out: Tensor, fixed: Mapping[Encoding, FixedRows]
+) -> None:
+    """Fill the rows of out, [pairs, outputs] by its stride, of pairs whose experts are in a batch. fixed: as
+    `_inner`."""
     (outputs, inputs), weight, bank = of.weight.shape, of.weight, batch.bank
     bias = of.bias if of.bias is None or of.gate is None else of.bias[outputs:]
     offsets = [0 if each is None else _offset(each, bank) for each in (of.gate, weight, bias)]
     ending = {
         "GATED": of.gate is not None, "ADDED": bias is not None, "ROWS": lines.rows,
-        "ACTIVATION": -1 if of.activation is None else NUMBERS[of.activation], "WIDEN": not rows.is_cuda,
+        "ACTIVATION": -1 if of.activation is None else NUMBERS[of.activation],
     }  # fmt: skip
-    given = rows, lines.pair_of, lines.expert_of, batch.places, bank.content
+    lists = lines.pair_of, lines.expert_of, batch.places, bank.content
     sizes = outputs, bank.step, *offsets, out.stride(0)
-    tiles = len(lines.expert_of)
-    if isinstance(weight, StoredMatrix):
-        own, tiling = weight.encoding, weight.encoding.expert_tiling
+    tiles, widen = len(lines.expert_of), {"WIDEN": not rows.is_cuda}
+    if not isinstance(weight, StoredMatrix):
         launch(
-            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2),
-            (*given, book_of(weight), out, of.per_row, inputs // own.numbers, *sizes),
-            **ending, OUTPUTS=tiling.outputs, BLOCKS=tiling.blocks(own), FORM=own,
-            num_warps=tiling.warps, num_stages=tiling.stages,
+            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (rows, *lists, out, of.per_row, inputs, *sizes),
+            **ending, **PLAIN, **widen, num_warps=PLAIN_WARPS, num_stages=PLAIN_STAGES, enable_fp_fusion=False,
+        )  # fmt: skip
+    elif fixed:
+        own, tiling = fixed[weight.encoding], weight.encoding.fixed_tiling
+        given = own.planes, own.units, own.sums, *lists, book_of(weight), counts_of(rows.device), out
+        launch(
+            multiply_fixed, (tiles, -(-outputs // tiling.outputs)),
+            (*given, len(own.units), of.per_row, inputs // GROUP, *sizes),
+            **ending, OUTPUTS=tiling.outputs, FORM=weight.encoding,
+            num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
         )  # fmt: skip
     else:
+        form, tiling = weight.encoding, weight.encoding.expert_tiling
         launch(
-            multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (*given, out, of.per_row, inputs, *sizes),
-            **ending, **PLAIN, num_warps=PLAIN_WARPS, num_stages=PLAIN_STAGES,
+            multiply_blocks, (tiles, -(-outputs // (2 * tiling.outputs)) * 2),
+            (rows, *lists, book_of(weight), out, of.per_row, inputs // form.numbers, *sizes),
+            **ending, **widen, OUTPUTS=tiling.outputs, BLOCKS=tiling.blocks(form), FORM=form,
+            num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
+
+
+def _encodings(*matrices: Matrix | None) -> list[Encoding]:
+    """Those of stored matrices."""
+    return [each.encoding for each in matrices if isinstance(each, StoredMatrix)]
 
 
 def _encoding(matrix: Matrix) -> Encoding | None:

@@ -1,0 +1,341 @@
+"""A GPU's products of stored experts in fixed point in Triton's interpreter, on a CPU, beside their definition, bit for
+bit: run as gpu_interpreted.py is."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import test_experts
+from experts_interpreted import InBatches
+from kit import fixed
+from kit.interpreter import products_by_row, rounds_products_once, rounds_to_bf16, runs_assembly, without_idle_work
+from kit.processor import before_a_guard
+from kit.stored import made_up, places
+from offload.config.networks import Activation, Experts, FeedForward
+from offload.formats import fixed_gpu
+from offload.formats.encodings import ENCODINGS
+from offload.formats.fixed_gpu import counts_of, sums_of
+from offload.formats.stored import StoredMatrix
+from offload.formats.stored_codes_gpu import book_of
+from offload.kernels.gpu import experts as by_triton
+from offload.kernels.gpu import fixed_programs, fixed_rows
+from offload.kernels.gpu.activation import gated
+from offload.kernels.gpu.experts import choose, run_experts, score
+from offload.kernels.gpu.fixed_rows import FixedRows, Pairs
+from offload.native.launch import launch
+from test_experts import Scene, scene
+
+DTYPES = [torch.bfloat16, torch.float16]
+FIXED = [name for name, own in ENCODINGS.items() if own.has_integers]
+FEW = ["MXFP4", "Q4_K", "Q6_K"]  # of which there is a small case by default
+KINDS = [*FEW, *(name for name in FIXED if name not in FEW)]
+SPECIAL = (0.0, -0.0, 6e-8, 65504.0, torch.inf, torch.nan, -0.5)
+NETWORKS = {
+    "gate": FeedForward(96, bias=True),
+    "clamped gate": FeedForward(96, "clamped_silu", bias=True),
+    "gelu": FeedForward(96, "gelu_tanh"),
+    "no gate": FeedForward(96, "relu_squared", gated=False, bias=True),
+}
+
+without_idle_work()
+
+
+@pytest.fixture(autouse=True)
+def _as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_by_row(monkeypatch)
+    rounds_to_bf16(monkeypatch)
+    rounds_products_once(monkeypatch)
+    runs_assembly(monkeypatch)
+
+
+def normal(*size: int, seed: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Whether the bits are the same, but for those of what is no number."""
+    found, wanted = found.cpu().float(), wanted.float()
+    return torch.equal(found.isnan(), wanted.isnan()) and torch.equal(*(bits(each) for each in (found, wanted)))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.nan_to_num(7.0, torch.inf, -torch.inf).view(torch.int32)
+
+
+def rows_of(inputs: int) -> Tensor:
+    """Rows that are typical, of many magnitudes, with groups of zeros, of small and of large numbers, and of what is no
+    number; and whose mantissas are ones."""
+    x = normal(9, inputs, seed=3)
+    powers = torch.randint(-20, 20, (inputs,), generator=torch.Generator().manual_seed(4), device=x.device)
+    x[1] = x[1].ldexp(powers)
+    x[2, :32], x[2, -32:] = 0.0, -0.0
+    x[3, 5], x[3, -1], x[4, 33] = torch.inf, -torch.inf, torch.nan
+    x[5] = x[5].sign() * (2 - 2**-7)
+    x[5, 32:] *= 2 ** (torch.arange(inputs - 32, device=x.device) % 13 - 6.0)
+    x[6], x[7] = x[6] * 2.0**-24, x[7] * 2.0**13
+    x[8] *= 2.0**-62
+    return x
+
+
+def product(x: Tensor, stored: StoredMatrix, *, tile: int = 8) -> Tensor:
+    """The product by the GPU's programs, fp32 [T, outputs]."""
+    own, outputs, tiles = FixedRows.of(x, stored.encoding), len(stored.rows), -(-len(x) // tile)
+    out = torch.full((len(x), outputs), torch.nan)
+    pairs = torch.arange(tiles * tile, dtype=torch.int32)
+    pairs[len(x) :] = -1
+    zeros = torch.zeros(tiles, dtype=torch.int32)
+    given = own.planes, own.units, own.sums, pairs, zeros, zeros[:1], stored.rows, book_of(stored)
+    sizes = len(x), 1, x.shape[1] // 32, outputs, 0, 0, 0, 0, outputs
+    tiling = stored.encoding.fixed_tiling
+    launch(
+        by_triton.multiply_fixed, (tiles, -(-outputs // tiling.outputs)), (*given, counts_of(x.device), out, *sizes),
+        GATED=False, ADDED=False, ACTIVATION=-1, ROWS=tile, OUTPUTS=tiling.outputs, FORM=stored.encoding,
+        num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def defined(x: Tensor, stored: StoredMatrix) -> Tensor:
+    with torch.device("cpu"):
+        return fixed.product(x.cpu(), StoredMatrix(stored.rows.cpu(), stored.encoding))
+
+
+def matrix(name: str, *, blocks: int = 0, outputs: int = 37, seed: int = 1) -> StoredMatrix:
+    """By default with inputs that are no multiple of those of a step, where that is possible."""
+    own = ENCODINGS[name]
+    return made_up(name, outputs, (blocks or max(2, 288 // own.numbers)) * own.numbers, seed)
+
+
+def has_the_defined_bits(name: str, dtype: torch.dtype) -> bool:
+    stored = matrix(name)
+    x = rows_of(stored.shape[1]).to(dtype)
+    wanted = defined(x, stored)
+    return all(same(product(x, stored, tile=tile), wanted) for tile in (8, 16))
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of numpy's
+@pytest.mark.few(2 * len(FEW))
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_have_the_bits_of_their_definition(dtype: torch.dtype, name: str) -> None:
+    """In tiles of either number of lines, not all of them in use."""
+    assert has_the_defined_bits(name, dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_special_scales_have_the_bits_of_their_definition(name: str) -> None:
+    """0, what is subnormal, infinite and none, of either sign; any bytes where scales are no fp16."""
+    own, stored = ENCODINGS[name], matrix(name, blocks=1, outputs=len(SPECIAL) ** 2)
+    stored = stored if own.numbers >= 64 else matrix(name, blocks=3, outputs=len(SPECIAL) ** 2)
+    rows = stored.rows[:, : len(stored.rows[0]) - own.tail]
+    if own.scale == "F16":
+        scales = torch.cartesian_prod(torch.tensor(SPECIAL), torch.tensor(SPECIAL)).half()
+        for number, at in enumerate(places(own)):
+            rows[:, at : at + 2] = scales[:, number, None].view(torch.uint8)
+    else:
+        every = torch.randint(256, rows.shape, generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+        rows.copy_(every.to(rows.device))
+    x = rows_of(stored.shape[1]).bfloat16()
+    assert same(product(x, stored), defined(x, stored))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "MXFP4", "NVFP4", "Q4_K", "Q2_K"])
+def test_rows_are_integers_times_units(name: str) -> None:
+    """In the order of codes; with the sums that least values are multiplied by."""
+    own = ENCODINGS[name]
+    for dtype in DTYPES:
+        x = torch.cat([rows_of(768), rows_of(768).ldexp(torch.tensor(60)), rows_of(768).ldexp(torch.tensor(-130))])
+        x = x.to(dtype)
+        found = FixedRows.of(x, own)
+        with torch.device("cpu"):
+            wanted = fixed.in_fixed_point(x.cpu())
+        values = found.planes[0].cpu().int() * 256 + found.planes[1].cpu().int()
+        values = values.view(-1, 32)[:, order(own.name).argsort()].view_as(values)
+        assert torch.equal(values.long(), wanted.values.flatten(1))
+        assert same(found.units, wanted.units)
+        if size := sums_of(own):
+            sums = wanted.parts(size).sum(2).float() * wanted.units_of(size)
+            assert same(found.sums, sums)
+
+
+def order(name: str) -> Tensor:
+    """The inputs of a group in the order of codes: those of a word's lower two bytes, each byte's lower half first,
+    then those of the upper two, within a run of bytes."""
+    with torch.device("cpu"):
+        if name not in ("MXFP4", "NVFP4"):
+            return torch.arange(32)
+        run = ENCODINGS[name].codes.run
+        of_byte = torch.arange(32).view(-1, 2, run // 4, 2, 2)  # runs, parts, words, halves, bytes
+        return of_byte.permute(0, 3, 2, 4, 1).flatten()
+
+
+def test_rows_of_other_batches_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = ENCODINGS["Q4_K"], normal(4, 256, seed=5).half()
+    pairs = Pairs(torch.tensor([2, 0, 3, 1], dtype=torch.int32), torch.tensor([-1, 5, 0], dtype=torch.int32))
+    monkeypatch.setattr(fixed_rows.torch, "empty", lambda *size, **more: torch.full(size, 99, **more))
+    found, whole = FixedRows.of(x, own, pairs), FixedRows.of(x, own)
+    for some, every in ((found.planes[0], whole.planes[0]), (found.units, whole.units), (found.sums, whole.sums)):
+        assert torch.equal(some[[0, 3]], every[[0, 3]])
+        assert (some[[1, 2]] == 99).all()  # of an expert that is not there, and of padding
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_have_the_bits_of_their_definition(activation: Activation, dtype: torch.dtype) -> None:
+    special = torch.tensor([*SPECIAL, *(-number for number in SPECIAL)])
+    gate = torch.cat([normal(4000, seed=6) * 4, normal(2000, seed=7) * 60, special])
+    gate = torch.cat([gate, torch.linspace(-95, -80, 500), torch.linspace(6.9, 7.1, 40)]).to(dtype)
+    up = (normal(len(gate), seed=8) * 4).to(dtype)
+    found = gated(torch.cat([gate, up])[None], activation)[0]
+    with torch.device("cpu"):
+        active = fixed.activated(gate.cpu(), activation)
+        wanted = (active.float() * fixed._opening(up.cpu(), activation).float()).to(dtype)
+    assert same(found, wanted)
+
+
+def through_experts(given: Scene, out: Tensor) -> bool:
+    """Whether each row's output, of its one expert, is by the definition."""
+    normed, scored = given.mixture.normed(given.rows)
+    chosen, _ = choose(given.experts, given.router, score(given.experts, given.router, scored))
+    with torch.device("cpu"):
+        wanted = [
+            fixed.through(given.experts.network, given.homes.bank.places[expert], row[None])
+            for expert, row in zip(chosen[:, 0].tolist(), normed, strict=True)
+        ]
+    return same(out + 0.0, torch.cat(wanted) + 0.0)  # -0 becomes 0
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("encodings", [("MXFP4",) * 3, ("Q4_0", "Q5_1", "Q8_0"), ("IQ4_NL", "IQ4_NL", "Q4_1")], ids=str)
+def test_experts_have_the_bits_of_their_definition(
+    encodings: tuple[str, ...], network: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up in one encoding or in two; in one batch or several; and among other rows."""
+    monkeypatch.setattr(test_experts, "HIDDEN", 320)
+    own = NETWORKS[network]
+    given = scene(Experts(own, 2, 1), dtype, 9, *(encodings if own.gated else encodings[1:]))
+    out = given.by(run_experts)
+    assert through_experts(given, out)
+    assert torch.equal(replace(given, homes=InBatches(given.homes, 1)).by(run_experts), out)  # type: ignore[arg-type]
+    assert torch.equal(given.by(run_experts, given.rows[4:6]), out[4:6])
+    assert torch.equal(given.by(run_experts, given.rows.repeat(2, 1))[9:], out)  # in larger tiles
+    real = torch.arange(9, device=out.device) % 3 != 1
+    assert torch.equal(given.by(run_experts, real=real)[real], out[real])
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_behind_a_matrix_is_read(name: str) -> None:
+    stored = matrix(name, outputs=8)
+    x = normal(2, stored.shape[1], seed=9).half()
+    with before_a_guard(stored.rows) as rows:
+        assert torch.equal(product(x, StoredMatrix(rows, stored.encoding)), product(x, stored))
+
+
+FAULTS = {
+    "planes are swapped": ("_sum_groups", "inputs + begun * 32 + second, mask", "inputs + begun * 32, mask"),
+    "the upper plane counts less": ("_sum_groups", "* 256 +", "* 255 +"),
+    "a carry is lost": ("fix_rows", "number + 128 >> 8", "number >> 8"),
+    "a unit is too large": ("fix_rows", "0x101FF", "0x7FFFFF"),
+    "a unit is too small": ("fix_rows", "0x101FF", "0xFFFF"),
+    "rounding toward zero": ("fix_rows", "(scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000",
+                             "scaled.to(tl.int32)"),
+    "a unit of zeros": ("fix_rows", "- 14, 63)", "- 14, 64)"),
+    "what is infinite has a unit": ("fix_rows", 'tl.where(finite, unit, float("nan"))', "unit"),
+    "a neighbour's unit": ("_sum_groups", "of_units + begun, mask", "of_units + (begun ^ 1), mask"),
+    "another group's unit": ("_sum_groups", "+ group[:, None], sums", "+ (group ^ 1)[:, None], sums"),
+    "neighbouring lanes are added": ("_halved", "(2, lanes.shape[0] // 2, lanes.shape[1], lanes.shape[2]))",
+                                     "(lanes.shape[0] // 2, 2, lanes.shape[1], lanes.shape[2])).permute(1, 0, 2, 3)"),
+    "a product is rounded": ("_sum_groups", "lanes = tl.fma(total, scale, lanes)", "lanes = total * scale + lanes"),
+    "leasts are rounded": ("_sum_groups", "least_lanes = tl.fma(least, added, least_lanes)",
+                           "least_lanes = least * added + least_lanes"),
+    "leasts are left out": ("_sum_groups", "        made += leasts\n", "        made += 0\n"),
+    "sums are not in units": ("fix_rows", "to(tl.float32) * unit[:, None]", "to(tl.float32)"),
+    "halves are one": ("_sum_groups", "number // 16 == half", "number // 16 <= 1"),
+    "the upper halves have the lower ones' steps": ("_sum_groups", "(group * HALVES + half)", "(group * HALVES)"),
+    "codes have bits below them": ("_sum_groups", "total >> spare_of(FORM)", "total >> 0"),
+    "leasts without the centre": ("steps_of_parts", "step * FORM.centre_taken + least", "least"),
+    "codes with the centre": ("codes_of_groups", " << spare_of(FORM) ^ TOPS", " << spare_of(FORM)"),
+    "a byte is its neighbour": ("_plane", "% PARTS * 16)", "% PARTS * 8)"),
+    "a part is another": ("_plane", "group // EACH % PARTS * BITS", "group // EACH % PARTS * 0"),
+    "words are not shifted": ("_words_at", "place % 4 * 8", "place % 4 * 0"),
+    "codes of a book are halves in order": ("fix_rows", "place % 2 * RUN", "place % 2 * 0"),
+    "the sign of a code": ("_in_book", "codes >> 1 & 0x4444", "codes & 0"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("program", "old", "new"), FAULTS.values(), ids=FAULTS)
+def test_each_fault_is_seen(program: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(program, old, new, tmp_path, monkeypatch)
+    assert not sees_no_fault()
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_without_a_fault_none_is_seen() -> None:
+    assert sees_no_fault()
+
+
+def test_each_program_has_the_text_of_its_faults() -> None:
+    for program, old, new in FAULTS.values():
+        assert edited_source(module_of(program), program, old, new)
+
+
+def sees_no_fault() -> bool:
+    """Whether products of forms with least values, with parts of 16 and with codes of a book are by the definition."""
+    stored = matrix("Q4_K", outputs=3)
+    with before_a_guard(normal(1, stored.shape[1], seed=9).half().view(torch.uint8)) as row:
+        x = row.view(torch.float16)
+        if not same(product(x, stored), defined(x, stored)):
+            return False
+    return all(has_the_defined_bits(name, torch.bfloat16) for name in FEW)
+
+
+def module_of(program: str) -> ModuleType:
+    source = Path(str(fixed_programs.__file__)).read_text()
+    return fixed_programs if f"\ndef {program}(" in source else fixed_gpu
+
+
+def edited_source(module: ModuleType, program: str, old: str, new: str) -> str:
+    """The source of a module with `old`, which `program` has once, replaced in it."""
+    before, name, rest = Path(str(module.__file__)).read_text().partition(f"\ndef {program}(")
+    own, following, after = rest.partition("\n@triton.jit")
+    assert own.count(old) == 1, f"{own.count(old)} times {old!r}"
+    return before + name + own.replace(old, new) + following + after
+
+
+def plant(program: str, old: str, new: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have the launches run programs with a fault, and those that they call."""
+    module = module_of(program)
+    edited = loaded("edited", edited_source(module, program, old, new), folder, patch)
+    if module is fixed_gpu:
+        source = Path(str(fixed_programs.__file__)).read_text().replace("offload.formats.fixed_gpu", "edited")
+        edited = loaded("edited_programs", source, folder, patch)
+    patch.setattr(by_triton, "multiply_fixed", edited.multiply_fixed)
+    patch.setattr(fixed_rows, "fix_rows", edited.fix_rows)
+
+
+def loaded(name: str, source: str, folder: Path, patch: pytest.MonkeyPatch) -> ModuleType:
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    patch.setitem(sys.modules, name, module := module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module

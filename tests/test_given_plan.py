@@ -49,6 +49,8 @@ LATER = {  # plans of before do not have them
     ("placement", "expert_slots"): 0,
     ("predicted", "draft_acceptance"): 0.5,
     ("placement", "cpu_experts"): 0,
+    ("placement", "expert_places"): 0,
+    ("predicted", "read_bytes"): 0,
     ("predicted", "missed_bytes"): 0,
     ("predicted", "hit_rate"): 1.0,
 }

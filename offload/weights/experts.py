@@ -137,7 +137,6 @@ class HostExperts:
         self.bank, self.own, self.in_prefill = own.bank, own, in_prefill
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
-        """See `ExpertHomes`."""
         return self.own.batches(chosen)
 
 

@@ -166,8 +166,9 @@ def only_memory_pins(module: str, source: str) -> list[str]:
 
 
 def only_link_makes_threads_and_streams(module: str, source: str) -> list[str]:
-    # One copies, one times, one pins, one packs, one works while a person types, the ranks watch each other and meet.
-    transfer = tuple(f"offload.transfer.{name}" for name in ("link", "timing", "prepinned", "background"))
+    # One copies, one reads files, one times, one pins, one packs, one works while a person types, the ranks watch each
+    # other and meet.
+    transfer = tuple(f"offload.transfer.{name}" for name in ("link", "disk", "timing", "prepinned", "background"))
     # What the thread that pins reads is locked. A poll asks on which thread it is. A server talks to its clients on
     # a thread of its own, which no pass waits for.
     allowed = (
@@ -209,9 +210,10 @@ def only_output_writes(module: str, source: str) -> list[str]:
 
 
 def only_app_catches_broadly(module: str, source: str) -> list[str]:
-    """A handler that always raises again, as an error that says more, catches nothing; nor do the link's worker,
-    the thread that pins and the other ranks, as their errors are raised in whoever waits."""
-    waited_for = ("offload.transfer.link", "offload.transfer.prepinned", "offload.ranks.sums", "offload.ranks.follower")
+    """A handler that always raises again, as an error that says more, catches nothing; nor do the link's worker, those
+    of the disk, the thread that pins and the other ranks, as their errors are raised in whoever waits."""
+    transfer = ("offload.transfer.link", "offload.transfer.disk", "offload.transfer.prepinned")
+    waited_for = (*transfer, "offload.ranks.sums", "offload.ranks.follower")
     if module in ("triforce_cli.app", *waited_for):
         return []
     found = []

@@ -58,6 +58,7 @@ FLAGS = [  # option, what is typed, where it arrives, as what
     ("--dtype", "fp32", "options.dtype", "fp32"),
     ("--offload", "kv", "options.offload", frozenset({"kv"})),
     ("--device-memory", "2.5", "options.device_memory", 2.5),
+    ("--host-memory", "1.5", "options.host_memory", 1.5),
     ("--weight-bits", "6", "options.weight_bits", 6),
     ("--kv-bits", "16", "options.kv_bits", 16),
     ("--link-bits", "12", "options.link_bits", 12),

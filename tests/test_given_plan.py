@@ -50,6 +50,8 @@ LATER = {  # plans of before do not have them
     ("predicted", "draft_acceptance"): 0.5,
     ("placement", "cpu_experts"): 0,
     ("placement", "shares_experts"): False,
+    ("placement", "expert_places"): 0,
+    ("predicted", "read_bytes"): 0,
     ("predicted", "missed_bytes"): 0,
     ("predicted", "hit_rate"): 1.0,
 }

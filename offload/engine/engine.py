@@ -42,6 +42,7 @@ from offload.text.reply_text import ReplyText
 from offload.text.tokenizer import Tokenizer
 from offload.transfer.device import use_device
 from offload.worker.curve_timer import time_again, timed
+from offload.worker.disk_timer import disk_timed
 from offload.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
+    "disk_timed",
     "kernels_problem",
     "load_tokenizer",
     "plan_request",
@@ -90,7 +92,7 @@ def load_tokenizer(model: Path, draft: Path | None) -> Tokenizer:
 
 def plan_request(model: Path, draft: Path | None, options: Options, *, num_prompt_tokens: int, max_tokens: int) -> Plan:
     """The plan for one request on this machine. Raises ModelError, UsageError, DoesNotFit."""
-    request = timed(Request.on_this_machine(model, draft, options))
+    request = disk_timed(timed(Request.on_this_machine(model, draft, options)), model)
     return request.plan(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
 
 

@@ -335,7 +335,7 @@ class _Filling:
         return fixed_bytes(self.sizing, self.capacity, self.composition, first=False)
 
     def _of_head(self, most: int) -> int:
-        """See `Sizing.head_experts`."""
+        """Bytes of the experts of the next-token head, see `Sizing.head_experts`."""
         return self.sizing.head_experts(self.composition, most)
 
     @property

@@ -149,7 +149,7 @@ def make_plan(sizing: Sizing, *, num_prompt_tokens: int, max_tokens: int) -> Pla
         composition=cost.composition,
         placement=cost.placement,
         predicted=predict(cost, best, plain, num_prompt_tokens),
-        notes=(*notes, *_unused(options, cost), *_advice(cost)),
+        notes=(*notes, *_unused(options, cost), *_reading(cost), *_advice(cost)),
     )
 
 
@@ -225,6 +225,21 @@ def _unused(options: Options, cost: Cost) -> list[str]:
         ("chunk", options.chunk, composition.budget, "there is no retrieval level"),
     )
     return [f"--{name} {given} is not used: {why}" for name, given, used, why in pairs if given and not used]
+
+
+def _reading(cost: Cost) -> Iterator[str]:
+    """A note on experts that are read from the model's file."""
+    sizing, places = cost.sizing, cost.placement.expert_places
+    if not places:
+        return
+    hardware, read = sizing.hardware, cost.read_bytes(1)
+    origin = "measured" if hardware.disk_measured else "assumed"
+    yield (
+        f"{places} of {sizing.num_experts} experts of each layer have room in memory, the others are read from the "
+        f"model's file when a token wants them: about {read / 1e6:,.0f} MB a token, "
+        f"{1e3 * read / hardware.disk_read:,.0f} ms at {hardware.disk_read / 1e9:.2g} GB/s ({origin}); more memory, or "
+        "a model that fits, is faster"
+    )
 
 
 def _advice(cost: Cost) -> Iterator[str]:

@@ -10,7 +10,7 @@ from offload.config.reading import draft_config, read_config
 from offload.interrupts import poll
 from offload.machine import machine_name
 from offload.plan.batching import plan_together
-from offload.plan.options import Options
+from offload.plan.options import DTYPE_BYTES, Options
 from offload.plan.plan_file import plan_again
 from offload.plan.planner import Plan, has_room, largest_context, make_plan
 from offload.plan.shards import check_divides
@@ -19,6 +19,7 @@ from offload.speed.cpu_pass import runs_experts
 from offload.speed.curve_file import load_curves
 from offload.speed.curves import Curves
 from offload.speed.hardware import Hardware, probe, rates_key
+from offload.speed.rates import disk_of, load_disk_rate
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ class Request:
 
     @classmethod
     def of(cls, model: Path, draft: Path | None, options: Options, hardware: Hardware) -> Request:
-        """A request on `hardware`, with the stored curves. Raises ModelError, UsageError."""
+        """A request on `hardware`, with the stored curves and rate of the disk. Raises ModelError, UsageError."""
         used = draft if options.speculation else None
         configs = read_config(model), None if used is None else draft_config(used, model)
-        return cls(*configs, options, hardware).with_known_curves()
+        known = hardware.with_disk(load_disk_rate(machine_name(), disk_of(model)))
+        return cls(*configs, options, known).with_known_curves()
 
     def with_known_curves(self) -> Request:
         """The request with the stored curves of this CPU for its dtype, if the CPU runs some of its model."""
@@ -65,6 +67,13 @@ class Request:
             return "bf16" if hardware.fast_bf16 and self.target.dtype != "float32" else "fp32"
         name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[self.target.dtype]
         return "fp16" if name == "bf16" and not hardware.fast_bf16 else name
+
+    @property
+    def may_read_experts(self) -> bool:
+        """Whether the model's experts may have no room in memory, so that some are read from its file."""
+        target, hardware, cap = self.target, self.hardware, self.options.host_memory
+        room = hardware.host_free_bytes if cap is None else min(hardware.host_free_bytes, int(cap * 1e9))
+        return target.experts is not None and target.weight_bytes(DTYPE_BYTES[self.dtype]) > room * hardware.num_hosts
 
     @property
     def context(self) -> int:

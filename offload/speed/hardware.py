@@ -66,6 +66,10 @@ class Hardware:
             together = self.rates.host_read
         return each if together is None or self.is_cpu else min(each, together / number)
 
+    def with_disk(self, rate: float | None) -> Hardware:
+        """This hardware with the measured rate of the disk, if there is one."""
+        return self if rate is None else replace(self, disk_read=rate, disk_measured=True)
+
 
 @dataclass(frozen=True)
 class Launched:

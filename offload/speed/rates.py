@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -80,6 +81,26 @@ def save_rates(machine: str, measured: Mapping[str, Rates]) -> Path:
     """Add the `measured` rates, by device, to the file, and return its path. OSError."""
     added = {device: asdict(rates) for device, rates in measured.items()}
     return change_records(machine, lambda records: records | added)
+
+
+def disk_of(path: Path) -> str:
+    """The name of the file system that a path is on: "disk at /home"."""
+    place = path.resolve()
+    while not os.path.ismount(place):
+        place = place.parent
+    return f"disk at {place}"
+
+
+def load_disk_rate(machine: str, disk: str) -> float | None:
+    """The measured rate of direct reads from `disk`, bytes per second; None if there is none."""
+    record = read_records(machine).get(disk)
+    rate = record.get("read") if isinstance(record, dict) else None
+    return float(rate) if rate is not None and _RATE.fits(rate) else None
+
+
+def save_disk_rate(machine: str, disk: str, rate: float) -> Path:
+    """Add the measured rate of `disk` to the file, and return its path. OSError."""
+    return change_records(machine, lambda records: records | {disk: {"read": rate}})
 
 
 def read_records(machine: str) -> dict[str, Any]:

@@ -48,6 +48,10 @@ class DirectFile:
             self.close()
             raise
 
+    @property
+    def num_bytes(self) -> int:
+        return self._state.num_bytes
+
     def read(self, start: int, stop: int, buffer: memoryview) -> int:
         """Read the bytes from `start` to `stop` into `buffer`, which is aligned and 2 * ALIGNMENT bytes longer.
         Returns their place in it. ModelError where they cannot be read or the file ends before them."""

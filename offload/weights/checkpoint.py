@@ -127,7 +127,7 @@ class Checkpoint:
         return self._mapped(name)
 
     def rows_in_file(self, name: str, rows: range, columns: range | None = None) -> FileRows | None:
-        """Where rows of a tensor lie in its file, for those who read them without the mapping; None where only
+        """The place of rows of a tensor in its file, for those who read them without the mapping; None where only
         `read_into` and `read_stored` can give them. ModelError for columns that split a block."""
         self._check_blocks(name, columns)
         return rows_in_file(self._entry(name), self.shape(name)[0], rows, columns)

@@ -53,7 +53,7 @@ class LayerExperts:
                 yield _Part(layer + source.name, source.rows, source.columns, view, slice(rows.start, rows.stop))
 
     def rows(self, part: _Part) -> FileRows | None:
-        """Where a part lies in the file; None if it has to be read through the checkpoint."""
+        """The place of a part in the file; None if it has to be read through the checkpoint."""
         return self.checkpoint.rows_in_file(part.tensor, part.rows, part.columns)
 
     def read(self, number: int, buffer: Tensor) -> None:

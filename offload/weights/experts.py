@@ -50,7 +50,6 @@ class HostExperts:
         self.bank, self.own, self.in_prefill, self.room = own.bank, own, in_prefill, in_prefill.room
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
-        """See `ExpertHomes`."""
         return self.own.batches(chosen)
 
 

@@ -37,8 +37,8 @@ class FileRows:
 
 
 def rows_in_file(entry: Entry, num_rows: int, rows: range, columns: range | None) -> FileRows | None:
-    """Where rows of a tensor of `num_rows` rows lie in its file; None for those that do not follow each other, or that
-    are made of several tensors or in another order. columns: those that are wanted of each, whole blocks of them."""
+    """The place of rows of a tensor of `num_rows` rows in its file; None for rows that do not follow each other, or
+    that are made of several tensors or in another order. columns: those that are wanted of each, in whole blocks."""
     if entry.rows is not None or entry.is_gathered or rows.step != 1:
         return None
     if isinstance(entry.file, MappedFile):

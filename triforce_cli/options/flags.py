@@ -89,6 +89,7 @@ class PlacementFlags:
     dtype: options.Dtype = "auto"
     offload: options.Offload = "auto"
     device_memory: options.DeviceMemory = None
+    host_memory: options.HostMemory = None
     link_gbps: options.LinkGbps = None
     link_bits: options.LinkBits = AUTO
     cpu_experts: options.CpuExperts = None

@@ -321,6 +321,17 @@ DeviceMemory = Annotated[
         parser=number,
     ),
 ]
+HostMemory = Annotated[
+    float | None,
+    option(
+        "--host-memory",
+        "Host memory at most; experts of a mixture that have no room there are read from the model's file.",
+        PLACEMENT,
+        metavar="GB",
+        parser=number,
+        hidden=True,
+    ),
+]
 LinkGbps = Annotated[
     float | None,
     option(

@@ -175,19 +175,25 @@ def _residency(planned: Planned) -> dict[str, str]:
     plan, target = planned.plan, planned.request.target
     tiles = len(target.growing) * -(-plan.request.capacity // plan.placement.tile_tokens)
     here, window = min(plan.placement.resident_tiles, tiles), min(target.window, plan.request.capacity)
-    num_experts = sum(block.experts.count for block in target.blocks if block.experts)
     arena = "prefill, then retrieved chunks" if plan.composition.budget else "prefill"
     return {
         "arena": arena,
         "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
         "expert slots": _slots(plan, target),
-        "target experts": f"{num_experts:,} experts",
+        "target experts": _held(plan, target),
         "window cache": f"{len(target.windowed)} layers' last {window:,} tokens and more",
         "states": f"of {len(target.stateful)} layers, and what came after them",
         "state checkpoints": f"{plan.placement.checkpoints} places to come back to",
         "kv cache": f"{here} of {tiles} tiles of {plan.placement.tile_tokens:,} tokens",
     }
+
+
+def _held(plan: Plan, target: ModelConfig) -> str:
+    """The remark on the bytes of experts in memory; "" for a model without any."""
+    if target.experts is None or not (places := plan.placement.expert_places):
+        return f"{sum(block.experts.count for block in target.blocks if block.experts):,} experts"
+    return f"{places:,} of each layer's {target.experts.count:,} experts, the others in the file"
 
 
 def _slots(plan: Plan, target: ModelConfig) -> str:
@@ -228,6 +234,7 @@ def _speed(planned: Planned, width: int) -> RenderableType:
         _labelled("streams", _streams(plan)),
         *(_labelled("link", found) for found in _packed(plan)),
         *(_labelled("experts", found) for found in _hits(plan)),
+        *(_labelled("experts", found) for found in _read(planned)),
         *(_labelled("graphs", found) for found in _graphs(planned)),
     ]
     columns = ("predicted", "TriForce", "plain", "") if _speculates(plan) else ("predicted", "plain", "", "")
@@ -298,6 +305,15 @@ def _hits(plan: Plan) -> Iterator[str]:
         yield f"{share} are on the device (estimated; --stats counts them)"
     if shares:
         yield f"in {counted(number, 'layer')} others cross the link or are run by the CPU, whichever is sooner"
+
+
+def _read(planned: Planned) -> Iterator[str]:
+    """Yield the bytes of experts that a token is predicted to read from the model's file."""
+    hardware, read = planned.request.hardware, planned.plan.predicted.read_bytes
+    if read:
+        origin = "measured" if hardware.disk_measured else "assumed"
+        rate = f"{gigabytes(hardware.disk_read)}/s, {origin}"
+        yield f"{size(read)} a token from the model's file ({latency(read / hardware.disk_read)} at {rate})"
 
 
 def _packed(plan: Plan) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from offload.metrics import ExpertStats, LevelStats, LinkStats, Stats
+from offload.metrics import LevelStats, LinkStats, Stats
 from offload.units import size
 from triforce_cli.ground.text import duration, lengths_of, levels_of, percent, significant
 
@@ -94,26 +94,30 @@ def _level_cells(level: LevelStats) -> tuple[str, ...]:
 
 def _links(stats: Stats) -> list[str]:
     if not any((link.bytes_to_device or link.bytes_to_host) for link in (stats.prefill_link, stats.decode_link)):
-        return ["link        nothing moved"]
+        return ["link        nothing moved", *_experts(stats.decode_link)]
     return [
         f"link        prefill {_moved(stats.prefill_link)}",
         f"            decode  {_moved(stats.decode_link)}",
         f"            utilisation of full passes {significant(stats.link_utilisation)}, "
         f"idle for {significant(stats.link_idle)} of decode",
         *_wider(stats),
-        *_experts(stats.decode_link.experts),
+        *_experts(stats.decode_link),
     ]
 
 
-def _experts(experts: ExpertStats) -> Iterator[str]:
-    """Yield the experts on the host that decoding wanted."""
+def _experts(link: LinkStats) -> Iterator[str]:
+    """Yield the experts on the host or in the file that decoding wanted."""
+    experts, disk = link.experts, link.disk
     if experts.hit_rate is not None:
         wanted = experts.hits + experts.misses
+        where = "on the device" if link.bytes_to_device else "in memory"
         yield (
-            f"experts     {wanted:,} wanted in decode, {percent(experts.hits, wanted)} % on the device already, "
+            f"experts     {wanted:,} wanted in decode, {percent(experts.hits, wanted)} % {where} already, "
             f"{size(experts.fetched_bytes)} fetched"
             + (f", {experts.by_cpu:,} run by the CPU" if experts.by_cpu else "")
         )
+    if disk.reads:
+        yield f"            {disk.reads:,} read from the file, {size(disk.num_bytes)} in {duration(disk.seconds)}"
 
 
 def _wider(stats: Stats) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.metrics import ExpertStats
+from offload.metrics import DiskStats, ExpertStats
 from offload.progress import Progress
 from triforce_cli.answering.answer import Part
 from triforce_cli.answering.ending import FAILED
@@ -65,14 +65,15 @@ class Course:
 
 class Requests:
     """The requests under way. For the event loop's thread. on_over: called at the end of each. drafts: (drafted,
-    accepted) tokens by level, experts: the experts that layers wanted, both over all answers."""
+    accepted) tokens by level, experts: the experts that layers wanted, disk: those that were read from the file, all
+    over all answers."""
 
     def __init__(self, on_over: Callable[[Over], None], clock: Clock = time.monotonic) -> None:
         self._on_over, self._clock = on_over, clock
         self._under_way: dict[Job, Course] = {}
         self._recent = deque[tuple[float, int, int]]()  # (when, tokens read, tokens written)
         self.drafts: dict[str, tuple[int, int]] = {}
-        self.experts = ExpertStats()
+        self.experts, self.disk = ExpertStats(), DiskStats()
 
     def follow(self, job: Job, api: str) -> None:
         """Follow a job that was put into the queue just now. api: its path."""
@@ -127,6 +128,7 @@ class Requests:
             drafted, accepted = self.drafts.get(level.name, (0, 0))
             self.drafts[level.name] = drafted + level.drafted, accepted + level.accepted
         self.experts += stats.prefill_link.experts + stats.decode_link.experts
+        self.disk += stats.prefill_link.disk + stats.decode_link.disk
 
     def _end(self, course: Course, finish: str, finished: Finish | None = None) -> None:
         del self._under_way[course.job]

@@ -51,6 +51,7 @@ def document(
             for level, (drafted, accepted) in requests.drafts.items()
             if drafted
         },
+        "expert_reads": vars(requests.disk) if requests.disk.reads else None,
         "expert_hit_rate": None if (rate := requests.experts.hit_rate) is None else round(rate, 4),
     }
 

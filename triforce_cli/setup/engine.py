@@ -92,7 +92,7 @@ def prepare(
     others = OtherPrograms()  # while torch is imported and the first passes are timed
     from offload.config.gguf import notes
     from offload.config.gguf_header import is_gguf, read_header
-    from offload.engine.engine import kernels_problem, load_tokenizer, prefill_problem, timed
+    from offload.engine.engine import disk_timed, kernels_problem, load_tokenizer, prefill_problem, timed
     from offload.engine.request import check_sampling
     from offload.machine import in_wsl, on_windows_drive, untested_versions
     from offload.plan.options import DTYPE_BYTES
@@ -102,7 +102,7 @@ def prepare(
     untimed = Request.on_this_machine(models.target, models.draft, options)
     if given is None and untimed.curves is None and untimed.hardware.is_cpu:
         output.wait("measuring this CPU, once")
-    request = timed(untimed) if given is None else replace(untimed, given=given)
+    request = disk_timed(timed(untimed), models.target) if given is None else replace(untimed, given=given)
     looks_back = sampling is not None and check_sampling(sampling, request.target, tokenizer)
     device = "cpu" if request.hardware.is_cpu else "cuda"
     if looks_back and device == "cuda":

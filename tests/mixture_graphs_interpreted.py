@@ -22,6 +22,7 @@ from kit.graph_scenes import (
     texts,
 )
 from offload.model.passes import forward
+from test_expert_slots import AtRandom
 from test_paper_bugs import Bug
 
 EXPERTS = "offload.kernels.gpu.experts"
@@ -35,8 +36,8 @@ EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 BUGS = [
     ("experts", Bug("the host says which experts run", EXPERTS, "lines = arranged(chosen, ",
                     "lines = arranged(torch.tensor(chosen.tolist(), dtype=torch.int32, device=rows.device), ")),
-    ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
-                    "tiles = int((lines.expert_of >= 0).sum())")),
+    ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles, widen = len(lines.expert_of)",
+                    "tiles, widen = int((lines.expert_of >= 0).sum())")),
 ]  # fmt: skip
 
 
@@ -73,12 +74,15 @@ def test_experts_that_cross_the_link_say_what_resident_ones_say(slots: int, fold
     assert pieces == 3 * replayed > 0  # two layers
 
 
-SLOTS = "offload.weights.experts"
+WEIGHTS = "offload.weights"
 RACES = [
-    Bug("an expert is used before it has arrived", SLOTS, "                event.wait()", "                pass"),
-    Bug("an expert arrives in a slot that is still computed with", SLOTS, "(self.link.record(),)", "()"),
-    Bug("another slot runs", SLOTS, "torch.tensor([*places.values()],", "torch.tensor([*places.values()][::-1],"),
-]
+    Bug("an expert is used before it has arrived", f"{WEIGHTS}.expert_slots", "lambda event: event.wait()",
+        "lambda _: None"),
+    Bug("an expert arrives in a slot that is still computed with", f"{WEIGHTS}.expert_homes",
+        "home, (self._link.record(),)", "home, ()"),
+    Bug("another slot runs", f"{WEIGHTS}.streamed_experts", "torch.tensor([*places.values()],",
+        "torch.tensor([*places.values()][::-1],"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", [None, *RACES], ids=lambda bug: bug.description if bug else "none")
@@ -109,6 +113,24 @@ def test_experts_that_the_cpu_runs_say_what_the_gpus_say(by_cpu: int, folders: C
     assert torch.equal(*rows)  # a prefill runs on the GPU
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).abs().max() < 0.03 * theirs.abs().max()
+
+
+@torch.inference_mode()
+def test_any_missed_expert_may_run_on_either(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks: the same bits wherever experts are and whoever runs them, launched and as graphs."""
+    whole = Case("target", model="qwen3_moe in Q8_0", dtype="bf16")
+    monkeypatch.setattr("offload.weights.experts.Split", lambda: AtRandom(3))
+    found, by_cpu = [], []
+    for own in (whole, replace(whole, slots=3), replace(whole, slots=3, by_cpu=2, shares=True)):
+        with on_gpu(folders(own.model), own) as (engine, gpu):
+            engine.precompute(PROMPT[:20])
+            found.append([forward(engine.levels["target"], TOKENS[:n], n).cpu() for n in (1, 3, 1, 1, 3, 1, 1)])
+            assert gpu.problems == []
+            by_cpu.append(sum(each.stats.by_cpu for each in engine.worker.target.weights.streamed_experts))
+    assert by_cpu[:2] == [0, 0]
+    assert by_cpu[2] > 9
+    for resident, *others in zip(*found, strict=True):
+        assert all(torch.equal(resident, each) for each in others)
 
 
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=[bug.description for _, bug in BUGS])

@@ -18,6 +18,7 @@ import pytest
 from torch import Tensor
 
 from kit.families import save_tiny
+from kit.gguf_models import write_gguf
 from kit.interpreter import without_idle_work
 from kit.models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from kit.sunk import read_as_sunk, save_sunk
@@ -42,13 +43,16 @@ FEW = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
 }
 
+STORED = " in Q8_0"
+
 without_idle_work()
 
 
 @dataclass(frozen=True)
 class Case:
     """A level's passes over its whole cache. model: a family's tiny model. slots: for experts, which are on the host
-    then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs."""
+    then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs, or with `shares` some of those
+    that are in no slot."""
 
     level: str
     sizes: Sizes = PLAIN
@@ -57,6 +61,7 @@ class Case:
     dtype: str = "fp32"
     slots: int = 0
     by_cpu: int = 0
+    shares: bool = False
 
 
 Result = tuple[list[Tensor], int]
@@ -69,6 +74,11 @@ def saved(root: Path) -> Callable[[str], Path]:
     def folder(name: str) -> Path:
         if name != "qwen2":
             fields = {"vocab_size": 264, "max_position_embeddings": 512, "hidden_size": 64, "head_dim": 16}
+            if name.endswith(STORED):
+                plain, family = root / f"{name} before", name.removesuffix(STORED)
+                save_tiny(family, plain, tokenizer=True, **fields, **FEW[family], moe_intermediate_size=32)
+                write_gguf(plain, root / f"{name}.gguf", kind=lambda each: "Q8_0" if "exp" in each else "BF16")
+                return root / f"{name}.gguf"
             if name.endswith(SUNK):
                 return save_sunk(name.removesuffix(SUNK), root / name, tokenizer=True, **fields)
             return save_tiny(name, root / name, tokenizer=True, **fields, **FEW.get(name, {}))
@@ -100,7 +110,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
             plant(bug, patch)
         chunks_by_kernel(gpu, patch)
         plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots, cpu_experts=case.by_cpu)
-        plan = changed(plan, resident_layers=read_config(folder).num_layers)
+        plan = changed(plan, shares_experts=case.shares, resident_layers=read_config(folder).num_layers)
         with tiny_engine(plan, folder) as engine:
             yield engine, gpu
 

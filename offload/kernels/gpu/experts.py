@@ -248,7 +248,8 @@ def _multiply(
     }  # fmt: skip
     batch = lines.pair_of, lines.expert_of, places, bank.content
     sizes = outputs, bank.step, *offsets, out.stride(0)
-    tiles, widen = len(lines.expert_of), {"WIDEN": not rows.is_cuda}
+    tiles = len(lines.expert_of)
+    widen = {"WIDEN": not rows.is_cuda}
     if not isinstance(weight, StoredMatrix):
         launch(
             multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (rows, *batch, out, of.per_row, inputs, *sizes),

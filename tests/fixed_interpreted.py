@@ -39,10 +39,10 @@ FEW = ["MXFP4", "Q4_K", "Q6_K"]  # of which there is a small case by default
 KINDS = [*FEW, *(name for name in FIXED if name not in FEW)]
 SPECIAL = (0.0, -0.0, 6e-8, 65504.0, torch.inf, torch.nan, -0.5)
 NETWORKS = {
-    "gate": FeedForward(96, bias=True),
-    "clamped gate": FeedForward(96, "clamped_silu", bias=True),
-    "gelu": FeedForward(96, "gelu_tanh"),
-    "no gate": FeedForward(96, "relu_squared", gated=False, bias=True),
+    "gate": FeedForward(64, bias=True),
+    "clamped gate": FeedForward(64, "clamped_silu", bias=True),
+    "gelu": FeedForward(64, "gelu_tanh"),
+    "no gate": FeedForward(64, "relu_squared", gated=False, bias=True),
 }
 
 without_idle_work()
@@ -157,7 +157,7 @@ def through_experts(given: Scene, out: Tensor) -> bool:
     return same(out + 0.0, torch.cat(wanted) + 0.0)  # -0 becomes 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("encodings", [("MXFP4",) * 3, ("Q4_0", "Q5_1", "Q8_0"), ("IQ4_NL", "IQ4_NL", "Q4_1")], ids=str)
@@ -165,7 +165,7 @@ def test_experts_have_the_bits_of_their_definition(
     encodings: tuple[str, ...], network: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up in one encoding or in two; in one batch or several; and among other rows."""
-    monkeypatch.setattr(test_experts, "HIDDEN", 320)
+    monkeypatch.setattr(test_experts, "HIDDEN", 96)
     own = NETWORKS[network]
     given = scene(Experts(own, 2, 1), dtype, 9, *(encodings if own.gated else encodings[1:]))
     out = given.by(run_experts)

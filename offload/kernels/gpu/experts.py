@@ -275,7 +275,7 @@ def _multiply(
 
 
 def _encodings(*matrices: Matrix | None) -> list[Encoding]:
-    """Those of stored matrices."""
+    """The encodings of those that are stored."""
     return [each.encoding for each in matrices if isinstance(each, StoredMatrix)]
 
 

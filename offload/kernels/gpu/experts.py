@@ -88,7 +88,7 @@ def run_experts(
 
 def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, *, alike: bool = True) -> int:
     """Bytes of temporary memory for `num_rows` rows, but for few bytes of a pair. alike: whether gate and up are in one
-    encoding."""
+    encoding. In fixed point MAX_ROWS rows need less than a prefill's block does otherwise."""
     inner = experts.network.size * (1 if alike or not experts.network.gated else 3)
     return 4 * num_rows * experts.num_scores + 2 * num_rows * experts.used * (inner + hidden_size)
 

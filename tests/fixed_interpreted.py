@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,33 +17,32 @@ from torch import Tensor
 import test_experts
 from experts_interpreted import InBatches
 from kit import fixed
+from kit.fixed_products import FIXED, defined, has_the_defined_bits, matrix, normal, product, rows_of, same
 from kit.interpreter import products_by_row, rounds_products_once, rounds_to_bf16, runs_assembly, without_idle_work
 from kit.processor import before_a_guard
-from kit.stored import made_up, places
+from kit.stored import places
 from offload.config.networks import Activation, Experts, FeedForward
 from offload.formats import fixed_gpu
 from offload.formats.encodings import ENCODINGS
-from offload.formats.fixed_gpu import counts_of, sums_of
+from offload.formats.fixed_gpu import sums_of
 from offload.formats.stored import StoredMatrix
-from offload.formats.stored_codes_gpu import book_of
+from offload.kernels.experts import ExpertWeights, Matrix
 from offload.kernels.gpu import experts as by_triton
 from offload.kernels.gpu import fixed_programs, fixed_rows
 from offload.kernels.gpu.activation import gated
 from offload.kernels.gpu.experts import choose, run_experts, score
 from offload.kernels.gpu.fixed_rows import FixedRows, Pairs
-from offload.native.launch import launch
 from test_experts import Scene, scene
 
 DTYPES = [torch.bfloat16, torch.float16]
-FIXED = [name for name, own in ENCODINGS.items() if own.has_integers]
 FEW = ["MXFP4", "Q4_K", "Q6_K"]  # of which there is a small case by default
 KINDS = [*FEW, *(name for name in FIXED if name not in FEW)]
 SPECIAL = (0.0, -0.0, 6e-8, 65504.0, torch.inf, torch.nan, -0.5)
 NETWORKS = {
-    "gate": FeedForward(96, bias=True),
-    "clamped gate": FeedForward(96, "clamped_silu", bias=True),
-    "gelu": FeedForward(96, "gelu_tanh"),
-    "no gate": FeedForward(96, "relu_squared", gated=False, bias=True),
+    "gate": FeedForward(64, bias=True),
+    "clamped gate": FeedForward(64, "clamped_silu", bias=True),
+    "gelu": FeedForward(64, "gelu_tanh"),
+    "no gate": FeedForward(64, "relu_squared", gated=False, bias=True),
 }
 
 without_idle_work()
@@ -57,78 +56,12 @@ def _as_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_assembly(monkeypatch)
 
 
-def normal(*size: int, seed: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
-def same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether the bits are the same, but for those of what is no number."""
-    found, wanted = found.cpu().float(), wanted.float()
-    return torch.equal(found.isnan(), wanted.isnan()) and torch.equal(*(bits(each) for each in (found, wanted)))
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.nan_to_num(7.0, torch.inf, -torch.inf).view(torch.int32)
-
-
-def rows_of(inputs: int) -> Tensor:
-    """Rows that are typical, of many magnitudes, with groups of zeros, of small and of large numbers, and of what is no
-    number; and whose mantissas are ones."""
-    x = normal(9, inputs, seed=3)
-    powers = torch.randint(-20, 20, (inputs,), generator=torch.Generator().manual_seed(4), device=x.device)
-    x[1] = x[1].ldexp(powers)
-    x[2, :32], x[2, -32:] = 0.0, -0.0
-    x[3, 5], x[3, -1], x[4, 33] = torch.inf, -torch.inf, torch.nan
-    x[5] = x[5].sign() * (2 - 2**-7)
-    x[5, 32:] *= 2 ** (torch.arange(inputs - 32, device=x.device) % 13 - 6.0)
-    x[6], x[7] = x[6] * 2.0**-24, x[7] * 2.0**13
-    x[8] *= 2.0**-62
-    return x
-
-
-def product(x: Tensor, stored: StoredMatrix, *, tile: int = 8) -> Tensor:
-    """The product by the GPU's programs, fp32 [T, outputs]."""
-    own, outputs, tiles = FixedRows.of(x, stored.encoding), len(stored.rows), -(-len(x) // tile)
-    out = torch.full((len(x), outputs), torch.nan)
-    pairs = torch.arange(tiles * tile, dtype=torch.int32)
-    pairs[len(x) :] = -1
-    zeros = torch.zeros(tiles, dtype=torch.int32)
-    given = own.planes, own.units, own.sums, pairs, zeros, zeros[:1], stored.rows, book_of(stored)
-    sizes = len(x), 1, x.shape[1] // 32, outputs, 0, 0, 0, 0, outputs
-    tiling = stored.encoding.fixed_tiling
-    launch(
-        by_triton.multiply_fixed, (tiles, -(-outputs // tiling.outputs)), (*given, counts_of(x.device), out, *sizes),
-        GATED=False, ADDED=False, ACTIVATION=-1, ROWS=tile, OUTPUTS=tiling.outputs, FORM=stored.encoding,
-        num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
-
-
-def defined(x: Tensor, stored: StoredMatrix) -> Tensor:
-    with torch.device("cpu"):
-        return fixed.product(x.cpu(), StoredMatrix(stored.rows.cpu(), stored.encoding))
-
-
-def matrix(name: str, *, blocks: int = 0, outputs: int = 37, seed: int = 1) -> StoredMatrix:
-    """By default with inputs that are no multiple of those of a step, where that is possible."""
-    own = ENCODINGS[name]
-    return made_up(name, outputs, (blocks or max(2, 288 // own.numbers)) * own.numbers, seed)
-
-
-def has_the_defined_bits(name: str, dtype: torch.dtype) -> bool:
-    stored = matrix(name)
-    x = rows_of(stored.shape[1]).to(dtype)
-    wanted = defined(x, stored)
-    return all(same(product(x, stored, tile=tile), wanted) for tile in (8, 16))
-
-
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # of numpy's
 @pytest.mark.few(2 * len(FEW))
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_have_the_bits_of_their_definition(dtype: torch.dtype, name: str) -> None:
-    """In tiles of either number of lines, not all of them in use."""
-    assert has_the_defined_bits(name, dtype)
+    assert has_the_defined_bits(name, dtype, torch.get_default_device())
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
@@ -204,19 +137,27 @@ def test_activations_have_the_bits_of_their_definition(activation: Activation, d
     assert same(found, wanted)
 
 
+def on_the_cpu(weights: ExpertWeights) -> ExpertWeights:
+    def moved(part: Matrix | None) -> Any:
+        return StoredMatrix(part.rows.cpu(), part.encoding) if isinstance(part, StoredMatrix) else part
+
+    biases = (None if each is None else each.cpu() for each in (weights.gate_up_bias, weights.down_bias))
+    return ExpertWeights(moved(weights.gate), moved(weights.up), moved(weights.down), *biases)
+
+
 def through_experts(given: Scene, out: Tensor) -> bool:
     """Whether each row's output, of its one expert, is by the definition."""
     normed, scored = given.mixture.normed(given.rows)
     chosen, _ = choose(given.experts, given.router, score(given.experts, given.router, scored))
     with torch.device("cpu"):
         wanted = [
-            fixed.through(given.experts.network, given.homes.bank.places[expert], row[None])
+            fixed.through(given.experts.network, on_the_cpu(given.homes.bank.places[expert]), row[None].cpu())
             for expert, row in zip(chosen[:, 0].tolist(), normed, strict=True)
         ]
     return same(out + 0.0, torch.cat(wanted) + 0.0)  # -0 becomes 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("encodings", [("MXFP4",) * 3, ("Q4_0", "Q5_1", "Q8_0"), ("IQ4_NL", "IQ4_NL", "Q4_1")], ids=str)
@@ -224,7 +165,7 @@ def test_experts_have_the_bits_of_their_definition(
     encodings: tuple[str, ...], network: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up in one encoding or in two; in one batch or several; and among other rows."""
-    monkeypatch.setattr(test_experts, "HIDDEN", 320)
+    monkeypatch.setattr(test_experts, "HIDDEN", 96)
     own = NETWORKS[network]
     given = scene(Experts(own, 2, 1), dtype, 9, *(encodings if own.gated else encodings[1:]))
     out = given.by(run_experts)
@@ -269,7 +210,7 @@ FAULTS = {
     "codes have bits below them": ("_sum_groups", "total >> spare_of(FORM)", "total >> 0"),
     "leasts without the centre": ("steps_of_parts", "step * FORM.centre_taken + least", "least"),
     "codes with the centre": ("codes_of_groups", " << spare_of(FORM) ^ TOPS", " << spare_of(FORM)"),
-    "a byte is its neighbour": ("_plane", "% PARTS * 16)", "% PARTS * 8)"),
+    "a byte is its neighbour": ("_plane", "% PARTS * APART)", "% PARTS * 8)"),
     "a part is another": ("_plane", "group // EACH % PARTS * BITS", "group // EACH % PARTS * 0"),
     "words are not shifted": ("_words_at", "place % 4 * 8", "place % 4 * 0"),
     "codes of a book are halves in order": ("fix_rows", "place % 2 * RUN", "place % 2 * 0"),
@@ -298,12 +239,7 @@ def test_each_program_has_the_text_of_its_faults() -> None:
 
 def sees_no_fault() -> bool:
     """Whether products of forms with least values, with parts of 16 and with codes of a book are by the definition."""
-    stored = matrix("Q4_K", outputs=3)
-    with before_a_guard(normal(1, stored.shape[1], seed=9).half().view(torch.uint8)) as row:
-        x = row.view(torch.float16)
-        if not same(product(x, stored), defined(x, stored)):
-            return False
-    return all(has_the_defined_bits(name, torch.bfloat16) for name in FEW)
+    return all(has_the_defined_bits(name, torch.bfloat16, torch.get_default_device()) for name in FEW)
 
 
 def module_of(program: str) -> ModuleType:

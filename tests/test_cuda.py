@@ -385,6 +385,14 @@ def test_texts_of_a_model_with_states_are_the_same_drafted_for_and_as_graphs() -
     assert all(each == texts[0] for each in texts), texts
 
 
+def test_products_in_fixed_point_have_the_bits_of_their_definition() -> None:
+    """Of every kind that has them."""
+    from kit.fixed_products import FIXED, has_the_defined_bits
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert [name for name in FIXED if not has_the_defined_bits(name, dtype, DEVICE)] == []
+
+
 def test_texts_of_mixtures_are_the_same_wherever_experts_are_and_as_graphs() -> None:
     """With experts on the GPU and in slots, drafted for or not; where the CPU runs some, as graphs or not."""
     from kit.families import save_tiny

@@ -162,19 +162,6 @@ class Encoding:
         return not self.is_rounded
 
     @property
-    def width(self) -> int:
-        """The bits of a code, without those in a grid."""
-        return self.codes.bits + self.high.bits
-
-    @property
-    def centre_taken(self) -> int:
-        """The number that is subtracted from codes before they are multiplied, as `centre` in
-        native/stored_forms.h."""
-        if self.codes.bits < 4:
-            return self.centre
-        return 1 << (self.width - 1) if self.code == "integer" else 0
-
-    @property
     def number(self) -> int:
         """The number of the kind in native/stored_forms.h."""
         return KINDS.index(self.kind) + 1
@@ -198,6 +185,19 @@ class Encoding:
     def looked_up(self) -> bool:
         """Whether a GPU looks codes up in a table: a word has 8 codes of a byte each, in two parts."""
         return self.code == "iq4" or self.grid is not None
+
+    @property
+    def width(self) -> int:
+        """The bits of a code, without those in a grid."""
+        return self.codes.bits + self.high.bits
+
+    @property
+    def centre_taken(self) -> int:
+        """The number that is subtracted from codes before they are multiplied, as `centre` in
+        native/stored_forms.h."""
+        if self.codes.bits < 4:
+            return self.centre
+        return 1 << (self.width - 1) if self.code == "integer" else 0
 
     @property
     def fours(self) -> Field:

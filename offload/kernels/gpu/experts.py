@@ -89,7 +89,7 @@ def run_experts(
 
 def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, *, alike: bool = True) -> int:
     """Bytes of temporary memory for `num_rows` rows, but for few bytes of a pair. alike: whether gate and up are in one
-    encoding."""
+    encoding. In fixed point MAX_ROWS rows need less than a prefill's block does otherwise."""
     inner = experts.network.size * (1 if alike or not experts.network.gated else 3)
     return 4 * num_rows * experts.num_scores + 2 * num_rows * experts.used * (inner + hidden_size)
 
@@ -251,7 +251,8 @@ def _multiply(
     }  # fmt: skip
     lists = lines.pair_of, lines.expert_of, batch.places, bank.content
     sizes = outputs, bank.step, *offsets, out.stride(0)
-    tiles, widen = len(lines.expert_of), {"WIDEN": not rows.is_cuda}
+    tiles = len(lines.expert_of)
+    widen = {"WIDEN": not rows.is_cuda}
     if not isinstance(weight, StoredMatrix):
         launch(
             multiply_plain, (tiles, -(-outputs // PLAIN["OUTPUTS"])), (rows, *lists, out, of.per_row, inputs, *sizes),
@@ -277,7 +278,7 @@ def _multiply(
 
 
 def _encodings(*matrices: Matrix | None) -> list[Encoding]:
-    """Those of stored matrices."""
+    """The encodings of those that are stored."""
     return [each.encoding for each in matrices if isinstance(each, StoredMatrix)]
 
 

@@ -56,9 +56,10 @@ def fix_rows(
     scaled = tl.where(finite[:, None], x, 0.0) * inverse.to(tl.float32, bitcast=True)[:, None]
     number = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2^23: rounded to an integer
     first = number + 128 >> 8
-    to = planes + target[:, None] * 32 + place[None, :]
-    tl.store(to, first.to(tl.int8), mask=held)
-    tl.store(to + num_rows.to(tl.int64) * num_groups * 32, (number - first * 256).to(tl.int8), mask=held)
+    at = target[:, None] * 32 + place[None, :]
+    tl.store(planes + at, first.to(tl.int8), mask=held)
+    at += num_rows.to(tl.int64) * num_groups * 32
+    tl.store(planes + at, (number - first * 256).to(tl.int8), mask=held)
     unit = (exponent << 23).to(tl.float32, bitcast=True)
     unit = tl.where(finite, unit, float("nan"))
     tl.store(units + target, unit, mask=group < num_groups)

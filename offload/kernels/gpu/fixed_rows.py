@@ -44,7 +44,7 @@ class FixedRows:
         planes = torch.empty(2, num_rows, inputs, dtype=torch.int8, device=rows.device)
         units = torch.empty(num_rows, inputs // GROUP, device=rows.device)
         sums = torch.empty(num_rows, inputs // size, device=rows.device) if size else units
-        chosen, places = (units, units) if pairs is None else (pairs.chosen, pairs.places)
+        chosen, places = (units, units[:1]) if pairs is None else (pairs.chosen, pairs.places)
         launch(
             fix_rows, (num_rows, -(-inputs // (GROUP * GROUPS))),
             (rows, chosen, places, planes, units, sums, num_rows, inputs // GROUP),

@@ -21,6 +21,7 @@ from kit.graph_scenes import (
     saved,
     texts,
 )
+from kit.interpreter import rounds_products_once, rounds_to_bf16, runs_assembly
 from offload.model.passes import forward
 from test_expert_slots import AtRandom
 from test_paper_bugs import Bug
@@ -119,6 +120,8 @@ def test_experts_that_the_cpu_runs_say_what_the_gpus_say(by_cpu: int, folders: C
 def test_any_missed_expert_may_run_on_either(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks: the same bits wherever experts are and whoever runs them, launched and as graphs."""
     whole = Case("target", model="qwen3_moe in Q8_0", dtype="bf16")
+    for change in (rounds_to_bf16, rounds_products_once, runs_assembly):
+        change(monkeypatch)
     monkeypatch.setattr("offload.weights.experts.Split", lambda: AtRandom(3))
     found, by_cpu = [], []
     for own in (whole, replace(whole, slots=3), replace(whole, slots=3, by_cpu=2, shares=True)):
@@ -128,7 +131,7 @@ def test_any_missed_expert_may_run_on_either(folders: Callable[[str], Path], mon
             assert gpu.problems == []
             by_cpu.append(sum(each.stats.by_cpu for each in engine.worker.target.weights.streamed_experts))
     assert by_cpu[:2] == [0, 0]
-    assert by_cpu[2] > 9
+    assert by_cpu[2] > 3
     for resident, *others in zip(*found, strict=True):
         assert all(torch.equal(resident, each) for each in others)
 

@@ -26,6 +26,7 @@ from offload.config.reading import read_config
 from offload.engine.engine import Engine
 from offload.engine.request import GenerationRequest
 from offload.engine.sequences import Sequences
+from offload.formats.fixed_gpu import counts_of
 from offload.model.graphs import Compute, Graphs, Tensors
 from offload.model.passes import forward
 from paper import PaperGpu, on_paper
@@ -102,6 +103,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
     with pytest.MonkeyPatch.context() as families, on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         if case.model.endswith(SUNK):
             read_as_sunk(families)
+        counts_of.cache_clear()  # tensors of another GPU on paper
         plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, **options)
         for module in ("kv.full", "kv.quantised_attention"):
             patch.setattr(f"offload.{module}.rounded_up", in_pairs)  # else only longer texts round

@@ -65,9 +65,11 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
 
 
 def _read(tensors: dict[str, PaperTensor]) -> list[PaperTensor]:
-    """What a program reads or writes. Of a bank of experts: the places of the batch alone."""
+    """What a program reads or writes. Of a bank of experts: the places of the batch alone, and no book of codes that is
+    a part of it, as forms without a book have."""
     if "content" not in tensors or "places" not in tensors:
         return [*tensors.values()]
-    others = [each for name, each in tensors.items() if name != "content"]
+    bank = tensors["content"].raw.untyped_storage().data_ptr()
+    others = [each for each in tensors.values() if each.raw.untyped_storage().data_ptr() != bank]
     there = tensors["places"].raw.tolist()
     return others + [cast(PaperTensor, tensors["content"][place]) for place in there if place >= 0]

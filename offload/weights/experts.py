@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -93,8 +94,9 @@ class StreamedExperts:
         self._homes, self._slots, self._layer = homes, slots, layer
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
-        """See `ExpertHomes`. The first batch has the experts that are in slots, while the others cross the link; each
-        further one has a few of the others."""
+        """See `ExpertHomes`. The first batch has the experts that are in slots, while the others arrive; each further
+        one has a few of the others. Where slots are too few for all, each has a few, whose slots the next ones take
+        while others are used."""
         for slots in self._batches(chosen.cpu().unique().tolist()):
             places = torch.full((len(self._homes),), -1, dtype=torch.int32)
             places[[number for _, number in slots]] = torch.tensor([*slots.values()], dtype=torch.int32)
@@ -107,23 +109,19 @@ class StreamedExperts:
         missing = [expert for expert in wanted if expert not in hits]
         self.stats += ExpertStats(len(hits), len(missing), len(missing) * self._homes.num_bytes)
         coming = self._fetch(missing[: len(self._slots) - len(hits)])
-        if hits:
+        left = missing[len(coming) :]
+        if hits and not left:
             yield self._slots.arrived(hits)
-        while missing:
-            for group in _in_groups(coming):
-                yield self._slots.arrived(group)
-            missing = missing[len(coming) :]
-            coming = self._fetch(missing[: len(self._slots)])  # whose experts have been used
+        waiting = hits | coming if left else coming
+        while waiting:  # in the order in which they leave their slots: the least recently used first
+            group = dict(islice(waiting.items(), _AT_ONCE))
+            yield self._slots.arrived(group)
+            waiting = {expert: slot for expert, slot in waiting.items() if expert not in group}
+            coming = self._fetch(left[: len(self._slots) - len(waiting)])
+            left, waiting = left[len(coming) :], waiting | coming
 
     def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
         return self._slots.fetch({expert: self._homes.fill(expert[1]) for expert in experts})
-
-
-def _in_groups(slots: dict[Expert, int]) -> Iterator[dict[Expert, int]]:
-    """Some experts at a time, so that the first ones are used while the others arrive."""
-    every = [*slots.items()]
-    for first in range(0, len(every), _AT_ONCE):
-        yield dict(every[first : first + _AT_ONCE])
 
 
 class HostExperts:

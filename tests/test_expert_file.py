@@ -335,6 +335,41 @@ def test_a_disk_that_fails_for_a_while_gives_an_error_and_then_the_text(
         assert say(made) == alone(pair)
 
 
+def test_a_disk_that_fails_leaves_the_text_before_it(
+    pairs: Callable[[str], Pair], triforce: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best()
+    monkeypatch.setattr("triforce_cli.documents.prompt.stdin_is_terminal", lambda: True)
+    folder = pairs("qwen3_moe")[0]
+    words = ["generate", "--model", str(folder), "--draft", "none", "--device", "cpu", "--dtype", "bf16"]
+    words += ["--max-tokens", "24", "--temperature", "0", "--no-speculation", "--prompt", "Experts are many, a token:"]
+    code, whole, said = triforce(*words)
+    assert code == 0, said
+    plain = plan_request(folder, None, Options(device="cpu", dtype="bf16"), num_prompt_tokens=47, max_tokens=24)
+    room = (total(plain) - plain.placement.device_bytes["target experts"] * 0.6) / 1e9
+    read, calls = os.preadv, list[int]()
+
+    def counted(fd: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if most is not None and len(calls) > most:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(fd, buffers, offset)
+
+    most: int | None = None
+    monkeypatch.setattr(direct_file.os, "preadv", counted)
+    code, found, noted = triforce(*words, "--host-memory", f"{room:.6f}")
+    assert (code, found) == (0, whole)
+    assert "experts of each layer have room in memory" in noted
+    most = len(calls) - 4
+    calls.clear()
+    code, found, noted = triforce(*words, "--host-memory", f"{room:.6f}")
+    assert code == ModelError.exit_code == 4
+    assert whole.startswith(found.rstrip("\n"))
+    assert found.strip()
+    assert "model.safetensors: bytes" in noted
+    assert "cannot be read (Input/output error); if the disk is well, download the file again" in noted
+
+
 def test_a_checksum_that_nobody_compares_is_missed(
     own_pair: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

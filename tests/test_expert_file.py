@@ -240,6 +240,12 @@ def test_the_cpu_runs_experts_in_their_places(pairs: Callable[[str], Pair], by_c
         assert made.stats.decode_link.disk.reads > 0
 
 
+def test_an_engine_with_places_is_made_for_one_plan(pairs: Callable[[str], Pair]) -> None:
+    """A larger cache would take the room of experts, which keep their places."""
+    with engine_of(pairs("qwen3_moe"), PLAIN, 3) as made, pytest.raises(ValueError, match="one plan"):
+        made.worker.replanned(changed(made.plan, expert_places=0))
+
+
 def test_a_seed_gives_the_same_text(pairs: Callable[[str], Pair]) -> None:
     pair, texts = pairs("qwen3_moe"), list[list[int]]()
     for places in (0, 2, 5):

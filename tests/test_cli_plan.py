@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit.families import save_tiny
 from kit.planned import Plans
 from kit.terminals import Terminal
 from offload.formats.layout import CACHED_SHARE
@@ -405,3 +407,18 @@ class TestScreen:
         assert max(map(len, lines)) <= 80
         assert lines == [line.rstrip() for line in lines]
         assert any(line.startswith("note") for line in lines)  # which says what streams
+
+
+def test_plan_says_what_is_read_from_the_file_of_a_mixture_larger_than_memory(
+    tmp_path: Path, triforce: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder = save_tiny("qwen3_moe", tmp_path / "model", hidden_size=512, moe_intermediate_size=1024)
+    words = ["plan", "--model", str(folder), "--draft", "none", "--gpus", "1", "--offload", "weights"]
+    words += ["--context", "200"]
+    code, out, _ = triforce(*words, "--max-tokens", "20", "--host-memory", "0.1")
+    assert code == 0
+    assert re.search(r"target experts .* of each layer's 8 experts, the others in the file", " ".join(out.split()))
+    assert re.search(r"experts .* a token from the model.s file \(.* at 2\.50* GB/s, assumed\)", " ".join(out.split()))
+    code, out, _ = triforce(*words, "--max-tokens", "20")
+    assert code == 0
+    assert "file" not in out

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from offload import units
-from offload.metrics import LevelStats, LinkStats, Stats
+from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, Stats
 from offload.plan.planner import Options
 from test_cli_fake import make_plan, make_stats
 from triforce_cli.ground import text as render
@@ -111,6 +111,17 @@ def test_unpaced_link_shows_bytes_without_a_utilisation():
     table = stats_table(stats, make_plan(Options()))
     assert "1.07 GB to device, 0 B to host" in table
     assert "utilisation of full passes -" in table
+
+
+def test_the_stats_table_says_what_the_disk_gave():
+    stats = make_stats()
+    stats.decode_link = LinkStats(experts=ExpertStats(30, 10, 50_000_000), disk=DiskStats(10, 50_000_000, 0.25))
+    lines = stats_table(stats, make_plan(Options())).splitlines()
+    at = lines.index("experts     40 wanted in decode, 75 % in memory already, 50.0 MB fetched")
+    assert lines[at - 1] == "link        nothing moved"
+    assert lines[at + 1] == "            10 read from the file, 50.0 MB in 0.25 s"
+    stats.decode_link.bytes_to_device = 90
+    assert "75 % on the device already, 50.0 MB fetched" in stats_table(stats, make_plan(Options()))
 
 
 def test_the_stats_table_says_whose_drafts_were_kept_where_there_was_a_choice() -> None:

@@ -240,6 +240,12 @@ def test_the_cpu_runs_experts_in_their_places(pairs: Callable[[str], Pair], by_c
         assert made.stats.decode_link.disk.reads > 0
 
 
+def test_an_engine_with_places_is_made_for_one_plan(pairs: Callable[[str], Pair]) -> None:
+    """A larger cache would take the room of experts, which keep their places."""
+    with engine_of(pairs("qwen3_moe"), PLAIN, 3) as made, pytest.raises(ValueError, match="one plan"):
+        made.worker.replanned(changed(made.plan, expert_places=0))
+
+
 def test_a_seed_gives_the_same_text(pairs: Callable[[str], Pair]) -> None:
     pair, texts = pairs("qwen3_moe"), list[list[int]]()
     for places in (0, 2, 5):
@@ -333,6 +339,41 @@ def test_a_disk_that_fails_for_a_while_gives_an_error_and_then_the_text(
                 say(made)
         monkeypatch.setattr(direct_file.os, "preadv", read)
         assert say(made) == alone(pair)
+
+
+def test_a_disk_that_fails_leaves_the_text_before_it(
+    pairs: Callable[[str], Pair], triforce: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best()
+    monkeypatch.setattr("triforce_cli.documents.prompt.stdin_is_terminal", lambda: True)
+    folder = pairs("qwen3_moe")[0]
+    words = ["generate", "--model", str(folder), "--draft", "none", "--device", "cpu", "--dtype", "bf16"]
+    words += ["--max-tokens", "24", "--temperature", "0", "--no-speculation", "--prompt", "Experts are many, a token:"]
+    code, whole, said = triforce(*words)
+    assert code == 0, said
+    plain = plan_request(folder, None, Options(device="cpu", dtype="bf16"), num_prompt_tokens=47, max_tokens=24)
+    room = (total(plain) - plain.placement.device_bytes["target experts"] * 0.6) / 1e9
+    read, calls = os.preadv, list[int]()
+
+    def counted(fd: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if most is not None and len(calls) > most:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(fd, buffers, offset)
+
+    most: int | None = None
+    monkeypatch.setattr(direct_file.os, "preadv", counted)
+    code, found, noted = triforce(*words, "--host-memory", f"{room:.6f}")
+    assert (code, found) == (0, whole)
+    assert "experts of each layer have room in memory" in noted
+    most = len(calls) - 4
+    calls.clear()
+    code, found, noted = triforce(*words, "--host-memory", f"{room:.6f}")
+    assert code == ModelError.exit_code == 4
+    assert whole.startswith(found.rstrip("\n"))
+    assert found.strip()
+    assert "model.safetensors: bytes" in noted
+    assert "cannot be read (Input/output error); if the disk is well, download the file again" in noted
 
 
 def test_a_checksum_that_nobody_compares_is_missed(

@@ -32,7 +32,9 @@ from offload.weights import expert_slots as slot_module
 from offload.weights.expert_layout import layout_of
 from offload.weights.experts import HostExperts
 from offload.weights.streamed_experts import Behind, Sharing, StreamedExperts
-from test_expert_slots import BEST, EXPERTS, AtRandom, Homes, wrong
+from test_expert_slots import BEST, EXPERTS, AtRandom, Homes, few_at_once
+
+__all__ = ["few_at_once"]  # for all tests here, too
 from test_experts import Run, config_of, of
 
 GARBAGE = 0x7B
@@ -142,14 +144,17 @@ def tiered(
 
 
 def also_broken_off(homes: Homes, given: Sequence[ExpertHomes], run: Run) -> int:
-    """`wrong`, with passes in between that end after their first batch, and of layers that the CPU runs prefills."""
+    """The number of passes over a layer with wrong bits. In between some end after their first batch, and layers that
+    the CPU runs have prefills."""
     order, found = random.Random(9), 0
-    for _ in range(6):
-        each = given[order.randrange(len(given))]
-        next(each.batches(torch.tensor(order.sample(range(EXPERTS.count), 5))))
-        found += wrong(homes, given, run)
-        if isinstance(given[0], HostExperts):
-            found += wrong(homes, [own.in_prefill for own in given if isinstance(own, HostExperts)], run)
+    for count in (1, 1, 2, 7, 1, 40, 1, 3, 1, 1, 5, 1, 2, 1):
+        for layer in (0, 0, 1, 2, 1):
+            own, homes_of = homes.scenes[layer], given[layer]
+            if isinstance(homes_of, HostExperts) and order.random() < 0.5:
+                homes_of = homes_of.in_prefill
+            next(homes_of.batches(torch.tensor(order.sample(range(EXPERTS.count), order.randint(1, 8)))))
+            some = own.rows[(first := order.randrange(41 - count)) : first + count].contiguous()
+            found += not torch.equal(run(own.mixture, homes_of, some), run(own.mixture, own.homes, some))
     return found
 
 

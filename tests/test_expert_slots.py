@@ -132,6 +132,12 @@ def homes() -> Homes:
     return Homes.made()
 
 
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a batch would have all experts that are left."""
+    monkeypatch.setattr(module, "_AT_ONCE", 2)
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("executor", BEST)
@@ -188,6 +194,21 @@ def test_experts_that_are_there_are_used_while_others_arrive(homes: Homes) -> No
         list(given[1].batches(torch.tensor([2, 5])))
         batches = [(each.places >= 0).nonzero()[:, 0].tolist() for each in given[1].batches(torch.tensor([5, 1, 2, 7]))]
     assert batches == [[2, 5], [1, 7]]
+
+
+def test_the_next_experts_take_slots_of_used_ones_while_others_are_used(homes: Homes) -> None:
+    """All of a batch had to be used before the next one began to arrive."""
+    with streamed(homes, 16) as given, pytest.MonkeyPatch.context() as patched:
+        own, fetched, seen = given[0], list[int](), list[tuple[list[int], list[int]]]()
+        fetch = own._fetch
+        patched.setattr(own, "_fetch", lambda some: (fetched.extend(number for _, number in some), fetch(some))[1])
+        own._slots = slots_of(4)
+        own.bank = bank_of(layout_of(config_of(EXPERTS), torch.bfloat16), own._slots.content)
+        for batch in own.batches(torch.arange(7)):
+            seen.append(((batch.places >= 0).nonzero()[:, 0].tolist(), [*fetched]))
+    assert seen == [
+        ([0, 1], [0, 1, 2, 3]), ([2, 3], [0, 1, 2, 3, 4, 5]), ([4, 5], [*range(7)]), ([6], [*range(7)]),
+    ]  # fmt: skip
 
 
 def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None:
@@ -290,9 +311,10 @@ MUTANTS = [
     Mutant("another layer's expert of that number", "{(self._layer, number)", "{(0, number)", False),
     Mutant("the last used expert makes room", "next(iter(self._held.items()))", "next(reversed(self._held.items()))"),
     Mutant("an expert that is there is fetched again into a second slot", "if each not in hits), key", "), key", False),
-    Mutant("experts that are there may be given away", "self._fetch(crossing[:room])",
-           "self._fetch(crossing[: len(self._slots)])", False),
-    Mutant("only the first experts arrive", "crossing = crossing[len(coming) :]", "crossing = []", False),
+    Mutant("experts that are there may be given away", "self._fetch(shares.crossing[:room])",
+           "self._fetch(shares.crossing[: len(self._slots)])", False),
+    Mutant("only the first experts arrive", "left = shares.crossing[len(coming) :]", "left = []", False),
+    Mutant("experts that are not used yet make room", "len(self._slots) - len(waiting)", "len(self._slots)", False),
     Mutant("an expert that is used counts as unused", "            self._held.move_to_end(expert)\n",
            "            pass\n"),
     Mutant("a miss is run by both", "far + near[:count]", "far + near", False),
@@ -314,6 +336,7 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
     sys.modules["edited_experts"] = edited
     edited.__dict__["__name__"] = "edited_experts"
     exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), edited.__dict__)
+    vars(edited).update(_AT_ONCE=2)
 
     sources = (module, edited) if mutant.of_slots else (edited, slot_module)
 

@@ -14,7 +14,7 @@ import pytest
 
 from kit.models import Sizes, save_pair, tiny_plan
 from kit.served import CHAT, SPAN, WANTED, Client, Server, busy, raw, received_until, request, until
-from offload.metrics import ExpertStats, LevelStats, LinkStats, Stats
+from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, Stats
 from offload.progress import Progress
 from triforce_cli.answering.answer import Part
 from triforce_cli.answering.request import Prompt
@@ -280,10 +280,11 @@ def test_drafts_and_hits_are_summed_over_answers() -> None:
     def run(rig: Rig) -> None:
         for hits, accepted in ((3, 1), (4, 5)):
             levels = [LevelStats("draft"), LevelStats("target", drafted=6, accepted=accepted)]
-            link = LinkStats(experts=ExpertStats(hits, 1))
+            link = LinkStats(experts=ExpertStats(hits, 1), disk=DiskStats(hits, 100 * hits, 0.5))
             rig.job().on_report(Finish("stop", Stats(levels=levels, prefill_link=link)))
         assert rig.state()["drafts"] == {"target": {"drafted": 12, "accepted": 6, "acceptance": 0.5}}
         assert rig.state()["expert_hit_rate"] == round(7 / 9, 4)
+        assert rig.state()["expert_reads"] == {"reads": 7, "num_bytes": 700, "seconds": 1.0}
 
     with_rig(run)
 
@@ -293,6 +294,13 @@ def test_two_servers_of_a_process_have_metrics_of_their_own() -> None:
     first.over(Over("/v1/x", "stop", None, None))
     assert b'triforce_requests_total{api="/v1/x",finish="stop"} 1.0' in first.text()
     assert b"triforce_requests_total{" not in second.text()
+
+
+def test_what_the_disk_gave_is_counted_of_prompts_and_answers() -> None:
+    made, disk = Metrics(), LinkStats(disk=DiskStats(3, 700, 0.5))
+    made.over(Over("/v1/x", "stop", Finish("stop", Stats(prefill_link=disk, decode_link=disk)), None))
+    assert b"triforce_expert_read_bytes_total 1400.0" in made.text()
+    assert b"triforce_expert_read_seconds_total 1.0" in made.text()
 
 
 def test_the_plan_is_a_sentence_and_its_bytes_are_by_place_and_purpose(tmp_path: Path) -> None:

@@ -74,6 +74,11 @@ class Placement:
         return layer.experts_bytes(itemsize, self.expert_places)
 
     @property
+    def is_for_one_capacity(self) -> bool:
+        """Whether weights are where they leave room for a cache of one capacity."""
+        return bool(self.offload) or self.expert_places > 0
+
+    @property
     def total_device_bytes(self) -> int:
         return sum(self.device_bytes.values())
 

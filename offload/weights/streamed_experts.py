@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -90,26 +91,29 @@ class StreamedExperts:
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. The first batch has the experts that are in slots, while others cross the link; then come
-        those that the CPU runs; each further batch has a few of those that have arrived."""
+        those that the CPU runs; each further batch has a few of those that have arrived. Where slots are too few for
+        all, each has a few, whose slots the next ones take while others are used."""
         wanted = self._wanted(chosen)
         hits = self._slots.used(wanted)
         missing = sorted((each for each in wanted if each not in hits), key=lambda each: -wanted[each])
         room = len(self._slots) - len(hits)
         shares = self._shared(missing, wanted, room)
         self.stats += ExpertStats(len(hits), len(missing), 0, len(shares.by_cpu))
-        crossing = shares.crossing
-        coming = self._fetch(crossing[:room])
-        if hits:
+        coming = self._fetch(shares.crossing[:room])
+        left = shares.crossing[len(coming) :]
+        if hits and not left:
             yield self._arrived(hits)
         if self._sharing is not None:
             self._sharing.behind.fetch(shares.following)
         if shares.by_cpu:
             yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
-        while crossing:
-            for group in _in_groups(coming):
-                yield self._arrived(group)
-            crossing = crossing[len(coming) :]
-            coming = self._fetch(crossing[: len(self._slots)])  # whose experts have been used
+        waiting = hits | coming if left else coming
+        while waiting:  # in the order in which they leave their slots: the least recently used first
+            group = dict(islice(waiting.items(), _AT_ONCE))
+            yield self._arrived(group)
+            waiting = {expert: slot for expert, slot in waiting.items() if expert not in group}
+            coming = self._fetch(left[: len(self._slots) - len(waiting)])
+            left, waiting = left[len(coming) :], waiting | coming
 
     def _wanted(self, chosen: Tensor) -> dict[Expert, int]:
         """The experts that are chosen, each with its number of rows."""
@@ -156,10 +160,3 @@ class StreamedExperts:
     def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
         self.stats += ExpertStats(fetched_bytes=len(experts) * self._homes.num_bytes)
         return self._slots.fetch({expert: self._homes.fill(expert[1]) for expert in experts})
-
-
-def _in_groups(slots: dict[Expert, int]) -> Iterator[dict[Expert, int]]:
-    """Some experts at a time, so that the first ones are used while the others arrive."""
-    every = [*slots.items()]
-    for first in range(0, len(every), _AT_ONCE):
-        yield dict(every[first : first + _AT_ONCE])

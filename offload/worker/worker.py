@@ -104,9 +104,9 @@ class Worker:
             raise
 
     def replanned(self, plan: Plan) -> Worker:
-        """A worker for `plan` with the same models; this one keeps its caches. Only where neither plan offloads, since
-        weights do not move. Raises DoesNotFit."""
-        if plan.placement.offload or self.plan.placement.offload:
+        """A worker for `plan` with the same models; this one keeps its caches. Only where neither plan offloads, or
+        leaves experts in their file, since weights do not move. Raises DoesNotFit."""
+        if plan.placement.is_for_one_capacity or self.plan.placement.is_for_one_capacity:
             raise ValueError("an engine that offloads is made for one plan")
         return self._another(plan)
 

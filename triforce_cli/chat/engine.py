@@ -118,9 +118,9 @@ class ChatEngine:
             self._engine.restore(self.store, tokens, on_progress=on_progress)
 
     def _capacity(self, num_tokens: int) -> int:
-        """The capacity for `num_tokens`: a power of two; `limit` if anything would be offloaded, or if RoPE frequencies
-        depend on the capacity."""
-        if self._request.target.rope.depends_on_capacity or self._plan(self.limit).placement.offload:
+        """The capacity for `num_tokens`: a power of two; `limit` if anything would be offloaded, or experts left in
+        their file, or if RoPE frequencies depend on the capacity."""
+        if self._request.target.rope.depends_on_capacity or self._plan(self.limit).placement.is_for_one_capacity:
             return self.limit
         return min(max(self._least, 1 << (num_tokens - 1).bit_length()), self.limit)
 

@@ -30,6 +30,8 @@ class Metrics:
         self._generated = counter("generated_tokens", "Tokens of answers.")
         self._drafted = counter("drafted_tokens", "Tokens that were drafted, by the level that verified them.", "level")
         self._accepted = counter("accepted_tokens", "Drafted tokens that were accepted.", "level")
+        self._read = counter("expert_read_bytes", "Bytes of experts that were read from the model's file.")
+        self._reading = counter("expert_read_seconds", "Seconds in which experts were read from the model's file.")
         self._first = Histogram(
             "triforce_first_token_seconds",
             "Seconds from a request to its first token, the wait in the queue included.",
@@ -65,6 +67,9 @@ class Metrics:
         self._generated.inc(stats.output_tokens)
         if (milliseconds := stats.milliseconds_per_token) is not None:
             self._each.observe(milliseconds / 1000)
+        for link in (stats.prefill_link, stats.decode_link):
+            self._read.inc(link.disk.num_bytes)
+            self._reading.inc(link.disk.seconds)
         for level in stats.levels:
             self._drafted.labels(level.name).inc(level.drafted)
             self._accepted.labels(level.name).inc(level.accepted)

@@ -8,6 +8,7 @@ from offload.formats.quantised_kv import GROUP
 
 SPAN = 512  # most tokens of a program and of its partial result (plan/sizing.py uses it)
 ROWS = 16  # of a block: the minimum of tensor cores
+WIDEST_WHOLE = 256  # numbers of a head, or of half a joined row, that a program takes at once
 MERGED = 64  # most numbers of a head that a program merges: few programs would wait for span after span
 UNROLL = 8  # spans of which a program that merges them loads several at a time
 STAGES = 2
@@ -34,7 +35,7 @@ class Tiling:
     @property
     def is_wide(self) -> bool:
         """Whether rows take more registers than four warps have."""
-        return self.held_padded > 256
+        return self.held_padded > WIDEST_WHOLE
 
     @property
     def step(self) -> int:
@@ -43,7 +44,7 @@ class Tiling:
     @property
     def part(self) -> int:
         """Numbers of a head of 4-bit keys and values at a time: half of them where the head is wide."""
-        return min(self.padded, 256)
+        return min(self.padded, WIDEST_WHOLE)
 
     @property
     def blocks(self) -> int:

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from gpu_interpreted import GARBAGE, TOLERANCE, normal, turning
 from kit.interpreter import products_by_row, without_idle_work
-from offload.kernels.gpu.kernels import JOINED_KERNELS
 from offload.kernels.gpu.halves import HalvesTiling, LatentTiles
+from offload.kernels.gpu.kernels import JOINED_KERNELS
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kv.full import FullCache

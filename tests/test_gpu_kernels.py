@@ -38,8 +38,8 @@ from offload.kernels.gpu import (  # noqa: E402
     convolution,
     copies,
     delta_programs,
-    kv_programs,
     halves_programs,
+    kv_programs,
     prefill_programs,
     programs,
     rotation_programs,
@@ -57,8 +57,8 @@ from offload.kernels.gpu.delta import (  # noqa: E402
     row_warps,
     state_constants,
 )
-from offload.kernels.gpu.kernels import GPU_KERNELS, JOINED_KERNELS  # noqa: E402
 from offload.kernels.gpu.halves import HalvesTiling  # noqa: E402
+from offload.kernels.gpu.kernels import GPU_KERNELS, JOINED_KERNELS  # noqa: E402
 from offload.kernels.gpu.prefill import PrefillTiling  # noqa: E402
 from offload.kernels.gpu.tiling import ROWS, SPAN, STAGES, UNROLL, Tiling  # noqa: E402
 from offload.plan.what_if import LLAMA2_7B  # noqa: E402

@@ -19,6 +19,7 @@ from offload.kernels.gpu import (
     copies,
     delta,
     experts,
+    halves,
     prefill,
     quantised_products,
     rotation,
@@ -57,7 +58,7 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     for module in (
         native_launch,
         *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
-        *(activation, attention, copies, delta, experts, prefill, quantised_products, rotation, splits),
+        *(activation, attention, copies, delta, experts, halves, prefill, quantised_products, rotation, splits),
         stored_products,
     ):
         patch.setattr(module, "launch", run)

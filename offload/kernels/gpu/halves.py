@@ -32,12 +32,12 @@ class HalvesTiling:
 
     @classmethod
     def of_latents(cls, half: int, turned: int) -> HalvesTiling:
-        """Of latents with halves of `half` numbers, of which the first `turned` are rotated."""
+        """The tiling of latents with halves of `half` numbers, of which the first `turned` are rotated."""
         return cls(2, half, turned, (turned, half + turned), (half - turned,) * 2)
 
     @classmethod
     def of_heads(cls, head_dim: int) -> HalvesTiling:
-        """Of heads of more than 256 numbers, up to twice as many, whose second halves may have fewer."""
+        """The tiling of heads of 257 to 512 numbers, whose second halves may have fewer than the first."""
         return cls(1, head_dim, 0, (0, WIDEST_WHOLE), (WIDEST_WHOLE, head_dim - WIDEST_WHOLE))
 
     @property

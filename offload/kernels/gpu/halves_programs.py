@@ -142,8 +142,8 @@ def _over_steps(
         place = base + tl.arange(0, STEP)
         held = (place < stop)[:, None]
         score = _scores(
-            queries, keys + page + token, held, part_stride, MASKED, PARTS, PART, TURNED, TURNED_PADDED, SLICE, ROWS, STEP,
-            WIDEN,
+            queries, keys + page + token, held, part_stride, MASKED, PARTS, PART, TURNED, TURNED_PADDED, SLICE, ROWS,
+            STEP, WIDEN,
         )  # fmt: skip
         weight, share, top, total = weighed(score, place, own, top, total, factor, scale, MASKED, CAP, WINDOW)
         value = values + page + token

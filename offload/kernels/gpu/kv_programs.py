@@ -215,8 +215,8 @@ def attend_codes(
         top = higher
     divisor = tl.where(total > 0.0, total, 1.0)
     target = state + span.to(tl.int64) * (num_heads * num_folded)
-    to, dims = partials + target[:, None] * DIM, tl.arange(0, PART)[None, :]
-    tl.store(to + dims, out / divisor[:, None], mask=real[:, None] & (dims < DIM))
+    to, dims = target[:, None] * DIM, tl.arange(0, PART)[None, :]
+    tl.store(partials + to + dims, out / divisor[:, None], mask=real[:, None] & (dims < DIM))
     if PART < DIM_PADDED:
-        tl.store(to + PART + dims, out_2 / divisor[:, None], mask=real[:, None] & (PART + dims < DIM))
+        tl.store(partials + to + PART + dims, out_2 / divisor[:, None], mask=real[:, None] & (PART + dims < DIM))
     tl.store(sums + target, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)

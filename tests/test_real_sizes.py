@@ -202,8 +202,8 @@ COUNTED: dict[str, tuple[dict[str, object], int]] = {  # with kernels of the emb
     }, 7),
     "lfm2_moe": (SIZES | {
         "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "num_dense_layers": 2, "norm_topk_prob": True,
-        "use_expert_bias": True, "conv_L_cache": 3, "tie_word_embeddings": True,
+        "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "num_dense_layers": 2,
+        "norm_topk_prob": True, "use_expert_bias": True, "conv_L_cache": 3, "tie_word_embeddings": True,
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     }, 8),
     "glm4": (SIZES | {

@@ -183,6 +183,19 @@ def assert_near(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 )
 def test_attention_and_masses_equal_fp64(dtype: torch.dtype, group: int, dim: int, num_rows: int, tokens: int) -> None:
     """Whole and partial pages, rows that do not see the last ones, sizes that are no powers of two."""
+    check_attention_and_masses(dtype, group, dim, num_rows, tokens)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("group", "dim", "num_rows", "tokens"), [(8, 512, 3, 77), (2, 272, 1, 150), (1, 384, 18, 65)])
+def test_heads_past_256_numbers_are_attended_to_and_merged_part_by_part(
+    dtype: torch.dtype, group: int, dim: int, num_rows: int, tokens: int
+) -> None:
+    check_attention_and_masses(dtype, group, dim, num_rows, tokens)
+
+
+def check_attention_and_masses(dtype: torch.dtype, group: int, dim: int, num_rows: int, tokens: int) -> None:
     held = [hold(page=64, pages=3, tokens=tokens, dim=dim, dtype=dtype)]
     q = 2 * normal(num_rows, KV_HEADS * group, dim, seed=1)
     out, mass = attended(held, q.to(dtype), tokens - num_rows, span=64, chunk=16)
@@ -346,12 +359,13 @@ def cut(held: Held, page: int, *counts: int) -> list[Held]:
     return runs
 
 
-def test_where_runs_end_changes_no_bit(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("dim", [32, 320])
+def test_where_runs_end_changes_no_bit(dim: int, pytestconfig: pytest.Config) -> None:
     """Spans are folded one after the other, whether the next is of the same run or not: for rows of several blocks,
     some of which see nothing of the last spans, and for their masses."""
-    held = hold(page=160, pages=1, tokens=150, dim=32, dtype=torch.float32)
+    held = hold(page=160, pages=1, tokens=150, dim=dim, dtype=torch.float32)
     held.pages[0].mul_(torch.linspace(3, 0.1, 160).view(1, 1, 160, 1))  # of different weight: an order would show
-    q = normal(11, 4, 32, seed=8)
+    q = normal(11, 4, dim, seed=8)
     together = attended(cut(held, 32, 5), q, 115, span=32, chunk=16)
     for counts in ((2, 1, 2), (1, 4), (4, 1), (2, 3), (1,) * 5)[: None if pytestconfig.getoption("deep") else 1]:
         apart = attended(cut(held, 32, *counts), q, 115, span=32, chunk=16)
@@ -634,7 +648,7 @@ def copied(tiles: list[list[Tensor]], wanted: Tensor, held: Tensor, chunk: int, 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     ("dim", "chunk", "page", "pages"),
-    [(64, 8, 16, 2), (128, 32, 32, 1), (48, 4, 16, 3), (256, 16, 16, 2), (16, 1, 4, 2)],
+    [(64, 8, 16, 2), (128, 32, 32, 1), (48, 4, 16, 3), (512, 16, 16, 2), (16, 1, 4, 2)],
 )
 def test_chunks_are_copied_byte_for_byte(dtype: torch.dtype, dim: int, chunk: int, page: int, pages: int) -> None:
     """Of several tiles in every layer, to slots in any order; where nothing is wanted, nothing is touched. Then some

@@ -37,6 +37,8 @@ CASES = {
     "windows, drafted rows": Case("self", CODED, "qwen2, windows"),
     "sink logits": Case("target", model="qwen2, windows, sunk"),
     "sink logits, drafted rows": Case("self", CODED, "qwen2, windows, sunk"),
+    "wide heads": Case("target", replace(PLAIN, gamma=4), "gemma4"),
+    "wide heads, drafted rows": Case("self", CODED, "gemma4"),
     "states": Case("target", model="qwen3_5"),
     "states, drafted rows": Case("self", CODED, "qwen3_5"),
 }

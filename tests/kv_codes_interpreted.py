@@ -126,6 +126,15 @@ def test_attention_to_codes_equals_fp64(dtype: torch.dtype, dim: int, group: int
         assert_rounded(attended(codes, num_tokens, q), in_fp64(kv, q), dtype)
 
 
+@pytest.mark.parametrize(("dim", "dtype"), [(512, torch.bfloat16), (400, torch.float32)], ids=str)
+def test_codes_of_heads_past_256_numbers_are_taken_by_halves(dim: int, dtype: torch.dtype) -> None:
+    """Of the second half a part may be padding, which ends within channels that share a step. Exact rows are before."""
+    num_tokens, exact = 3 * GROUP, normal(2, KV_HEADS, 70, dim, seed=8).to(dtype)
+    codes, q = kept(num_tokens, dim, dtype), normal(3, KV_HEADS * 2, dim, seed=3).to(dtype)
+    wanted = in_fp64(torch.cat([exact.double(), exact_rows(codes, num_tokens, dtype)], 2), q, 70)
+    assert_rounded(attended(codes, num_tokens, q, exact=exact, span=64), wanted, dtype)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("layer", [1, 0])
 def test_codes_and_exact_rows_are_one_attention(layer: int) -> None:
@@ -174,7 +183,7 @@ def fed(cache: FullCache | QuantisedCache, count: int, seed: int) -> Tensor:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 16, 48, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 16, 48, 128, 256, 512])
 def test_codes_are_those_that_torch_finds(dtype: torch.dtype, dim: int) -> None:
     """Bit for bit: of all groups, of those that are wanted, and of a part of longer rows."""
     rows = normal(2, 2, KV_HEADS, 3 * GROUP, dim, seed=dim)

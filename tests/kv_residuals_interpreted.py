@@ -15,7 +15,7 @@ from offload.formats.quantised_kv import GROUP, KVCodes, encode_with_torch
 from offload.formats.residuals_gpu import restore_tile
 
 HEADS, PAGE, PAGES = 3, 2 * GROUP, 3
-DIMS = [64, 80, 16, 32, 48, 128, 256]
+DIMS = [64, 80, 16, 32, 48, 128, 256, 512]
 
 without_idle_work()
 

@@ -11,14 +11,14 @@ from torch.testing import assert_close
 
 from gpu_interpreted import GARBAGE, TOLERANCE, normal, turning
 from kit.interpreter import products_by_row, without_idle_work
-from offload.kernels.gpu import latents
+from offload.kernels.gpu.halves import HalvesTiling, LatentTiles
 from offload.kernels.gpu.kernels import JOINED_KERNELS
-from offload.kernels.gpu.latents import LatentBlock, LatentTiles, LatentTiling
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.rope import Scoring
 from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
 from offload.transfer.memory import Memory
+from prefill_interpreted import unwritten
 
 PAGE, HEADS = 64, 3
 
@@ -28,13 +28,7 @@ without_idle_work()
 @pytest.fixture(autouse=True)
 def _products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     products_by_row(monkeypatch)
-
-
-class Unwritten(LatentBlock):
-    """Gets memory that a launch must write before it is read."""
-
-    def _gathered(self, num_rows: int) -> tuple[Tensor, ...]:
-        return tuple(each.fill_(torch.nan) for each in super()._gathered(num_rows))
+    unwritten(monkeypatch)
 
 
 def tiles_of(number: int, pages: int, *, tokens: int, half: int, dtype: torch.dtype) -> list[Tensor]:
@@ -54,7 +48,7 @@ def scoring_of(rows: Tensor, turned: int) -> Scoring:
 
 def attended(tiles: list[Tensor], rows: Tensor, first: int, turned: int) -> Tensor:
     """Rows [T, H, D] at `first` and on, over tiles from position 0 on."""
-    block = Unwritten(rows, first, scoring_of(rows, turned), 0)
+    block = LatentTiles().block(rows, first, scoring_of(rows, turned))
     for index, tile in enumerate(tiles):
         block.attend(tile, index * tile.shape[1] * PAGE)
     return block.attended()
@@ -103,7 +97,7 @@ def test_prompts_and_tiles_that_are_divided_otherwise_give_the_same_bits() -> No
     """Rows in whole blocks of the program; tiles of any number of pages, which may lie anywhere."""
     half, turned, rows = 48, 16, normal(140, HEADS, 96, seed=2)
     tiles = tiles_of(2, 2, tokens=200, half=half, dtype=torch.float32)
-    wanted, size = attended(tiles, rows, 60, turned), LatentTiling(half, turned).rows
+    wanted, size = attended(tiles, rows, 60, turned), HalvesTiling.of_latents(half, turned).rows
     parts = [attended(tiles, part, 60 + at * size, turned) for at, part in enumerate(rows.split(size))]
     assert torch.equal(torch.cat(parts), wanted)
     pages = [page[:, None].clone() for tile in tiles for page in tile.unbind(1)]
@@ -133,7 +127,7 @@ def test_caches_attend_to_latents_as_by_torchs_operators() -> None:
 
     ours, theirs = cache(JOINED_KERNELS.prefill(PAGE)), cache(None)
     assert isinstance(JOINED_KERNELS.prefill(PAGE), LatentTiles)
-    assert JOINED_KERNELS.prefill(latents.LatentTiling(half, turned).step) is None
+    assert JOINED_KERNELS.prefill(HalvesTiling.of_latents(half, turned).step) is None
     for count in (130, 50, 200, 64):
         q, row = normal(count, HEADS, 2 * half, seed=count), normal(count, 1, 2 * half, seed=count + 1)
         found = []

@@ -38,7 +38,7 @@ from paper.programs import programs_by_interpreter
 from test_paper_bugs import Bug, plant
 
 LAYERS, KV_HEADS, PAGE, PAGES = 2, 3, 64, 2
-DIMS = [48, 16, 64, 128]
+DIMS = [48, 16, 64, 128, 512]
 
 without_idle_work()
 

@@ -141,11 +141,11 @@ def test_tritons_kernel_takes_its_place(gpu: torch.device, monkeypatch: pytest.M
         attention = Attention(8, 8, head_dim)
         return type(choice.prefill_attention(gpu, attention, page=page, windows=windows)).__name__
 
-    assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["TritonTiles"] * 3 + ["NoneType"] * 2
+    assert [chosen(dim) for dim in (64, 128, 256, 512, 528, 40)] == ["TritonTiles"] * 4 + ["NoneType"] * 2
     assert (chosen(128, page=32), chosen(128, page=64)) == ("NoneType", "TritonTiles")
     assert choice.prefill_attention(torch.device("cpu"), Attention(8, 8, 128), page=512, windows=False) is None
     monkeypatch.setattr(choice, "flash", lambda device: Flash("2.8.3", call=flash_attn_with_kvcache))
-    assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["FlashTiles"] * 3 + ["NoneType", "FlashTiles"]
+    assert [chosen(dim) for dim in (64, 128, 256, 512, 40)] == ["FlashTiles"] * 3 + ["TritonTiles", "FlashTiles"]
     assert (chosen(128, page=64), chosen(128, windows=True)) == ("TritonTiles", "TritonTiles")
     for rank, rotated, kind in (
         (512, 64, "LatentTiles"),

@@ -13,6 +13,7 @@ from offload.config.model import ModelConfig
 from offload.config.next_token import head_of
 from offload.plan.cost import Cost
 from offload.plan.cost_gpu import GPU as COSTS
+from offload.plan.kernel_counts import layer_kernels
 from offload.plan.options import Options
 from offload.plan.placement import Placement, place
 from offload.plan.planner import Plan
@@ -99,7 +100,8 @@ def test_a_drafts_pass_reads_the_experts_in_use_and_waits_for_those_that_are_not
     own = head(model)
     read = own.layers_weight_bytes(2) - own.experts_bytes(2) + 8 * own.expert_bytes(2)
     rest = 2 * own.hidden_size**2 * 2 + own.head.nbytes(2)
-    seconds, calls = draft_seconds(model, there.placement, there), COSTS.graph_seconds + COSTS.graph_layer_seconds
+    calls = COSTS.graph_seconds + layer_kernels(own.block) * COSTS.graph_kernel_seconds
+    seconds = draft_seconds(model, there.placement, there)
     assert seconds - calls == pytest.approx((read + rest) / (COSTS.read_share * RTX_4090.device_read), rel=1e-3)
     fewer, more = (draft_seconds(model, replace(slots.placement, expert_slots=count), slots) for count in (2, 100))
     assert fewer > more > seconds

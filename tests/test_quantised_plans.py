@@ -123,7 +123,7 @@ def test_a_pass_to_propose_reads_the_copy_and_what_was_retrieved() -> None:
 
 def as_graph(model: ModelConfig) -> float:
     """Seconds that a pass takes beside its bytes."""
-    return COSTS.graph_seconds + model.num_layers * COSTS.graph_layer_seconds
+    return COSTS.graph_seconds + model.num_layers * 12 * COSTS.graph_kernel_seconds
 
 
 def test_over_the_whole_cache_a_pass_to_propose_reads_all_of_it() -> None:

@@ -18,9 +18,10 @@ from offload.config.reading import read_config
 from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
+from offload.plan.kernel_counts import layer_kernels
 from offload.plan.options import Options
 from offload.plan.request import Request
-from offload.plan.sizing import KV_TAIL
+from offload.plan.sizing import KV_TAIL, run_tiles
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
 
 pytest.importorskip("triton")
@@ -174,6 +175,67 @@ def test_a_state_takes_two_launches_and_in_a_prefill_two_for_128_rows(
             gpu.launches.clear()
             worker.prefill([1] * 512, lambda num_tokens: None)
             assert gpu.launches["advance_states"] == gpu.launches["finish_rows"] == expected
+    assert gpu.problems == []
+    assert gpu.bytes_peak <= plan.placement.total_device_bytes
+
+
+SIZES = {"vocab_size": LLAMA_68M.vocab_size, "hidden_size": 2816, "intermediate_size": 2112, "rms_norm_eps": 1e-6}
+MIXTURE = {"num_experts": 128, "moe_intermediate_size": 704}
+GEMMA_4 = SIZES | MIXTURE | {
+    "model_type": "gemma4_text", "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "sliding_window": 1024, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 8,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+COUNTED: dict[str, tuple[dict[str, object], int]] = {  # with kernels of the embedding, of padding and of the head
+    "gemma4_text": (GEMMA_4, 9),
+    "qwen3_5_text": (QWEN3_6_27B | {"num_hidden_layers": 4}, 8),
+    "qwen3_moe": (SIZES | MIXTURE | {
+        "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts_per_tok": 8,
+    }, 7),
+    "glm4_moe_lite": (SIZES | {
+        "num_hidden_layers": 2, "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_group": 1,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "topk_group": 1,
+    }, 7),
+    "lfm2_moe": (SIZES | {
+        "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "num_dense_layers": 2,
+        "norm_topk_prob": True, "use_expert_bias": True, "conv_L_cache": 3, "tie_word_embeddings": True,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    }, 8),
+    "glm4": (SIZES | {
+        "num_hidden_layers": 2, "num_attention_heads": 48, "num_key_value_heads": 2, "head_dim": 128,
+        "attention_bias": False,
+    }, 5),
+}  # fmt: skip
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_pass_has_the_kernels_that_the_plan_prices_and_runs_as_a_graph(kind: str, tmp_path: Path) -> None:
+    """Beside those outside layers, and a launch for each further run of a long cache."""
+    fields, outside = COUNTED[kind]
+    given = fields | {"max_position_embeddings": 2**18, "model_type": kind, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    target = read_config(tmp_path)
+    options = Options(speculation=False)
+    plan = Request(target, None, options, LARGE).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+    assert plan.placement.offload == ()
+    with worker_without_bytes(plan, target, LLAMA_68M) as (worker, gpu):
+        launches = []
+        for _ in range(3):
+            gpu.launches.clear()
+            forward(worker.levels["target"], [1], 1)
+            launches.append(gpu.launches.copy())
+    attentions = [block.attention for block in target.blocks if block.attends]
+    runs = sum(-(-15 // run_tiles(each)) if each.window is None else 1 for each in attentions)
+    assert launches[0]["attend_spans"] == runs
+    assert launches[0].total() - (runs - len(attentions)) - outside == sum(map(layer_kernels, target.blocks))
+    assert launches[2]["graph"] == 1
+    assert launches[2].total() <= 6
     assert gpu.problems == []
     assert gpu.bytes_peak <= plan.placement.total_device_bytes
 

@@ -41,6 +41,8 @@ from offload.weights.layout import LayerLayout
 from offload.worker.assemble import block_rows, full_cache, scorings_of
 
 MODELS = {"Llama-2-13B": LLAMA2_13B, "Llama-3.1-8B": LLAMA31_8B}
+# A GPU's kernels take heads past 256 numbers in parts.
+WIDE = {"heads of 512": LLAMA31_8B.changed(num_heads=16, num_kv_heads=2, head_dim=512)}
 NUM_TOKENS, NUM_ROWS = 3 * PAGE_TOKENS + 100, 16  # prefilled tokens, and rows decoded after them
 COMPARED = 64  # last rows of the prefill
 NARROW = 1024  # feed-forward rows of a layer with packed weights: few, as that is enough
@@ -83,7 +85,7 @@ def check_device(hardware: Hardware, target: Path, draft: Path | None, on_step: 
 def _checks(hardware: Hardware) -> Iterator[Named]:
     broken = f"{OTHER_PATH}; {REPORT}"
     yield "copies", partial(_copies, hardware), "the memory, the GPU or its slot changes bytes: test them"
-    for model, config in MODELS.items():
+    for model, config in (MODELS if hardware.is_cpu else MODELS | WIDE).items():
         for dtype in _dtypes(hardware):
             trial = Trial(config.changed(num_layers=1), hardware, dtype)
             of = f"{model}, {dtype}"

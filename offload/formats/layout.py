@@ -17,7 +17,7 @@ KV_CODE_GROUP = 32  # tokens whose quantised keys share a step and a least value
 KV_VALUE_GROUP = 64  # channels of a token's quantised values that share them
 KV_CODE_LANES = 16  # channels of values are padded to a multiple of it
 EXPERT_ALIGNMENT = 16  # a row has whole multiples of so many numbers where the CPU's kernels run experts
-WIDEST_GPU_HEAD = 256  # largest head_dim of the GPU kernels
+WIDEST_GPU_HEAD = 512  # largest head_dim of the GPU kernels
 WIDEST_GPU_HALF = 512  # and numbers of half a row that is key and value (`Attention.latent`)
 
 PACKED_TOKENS = 16  # tokens of a head that are packed as one group

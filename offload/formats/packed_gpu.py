@@ -84,7 +84,7 @@ def _constants(packing: Packing) -> dict[str, int]:
 
 def warps(packing: Packing) -> int:
     """The number of warps of a program that unpacks a group."""
-    return min(max(packing.group // 2 // _WARP_BYTES, 1), 4)
+    return min(max(packing.group // 2 // _WARP_BYTES, 1), 8)
 
 
 @triton.jit

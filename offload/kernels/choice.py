@@ -53,7 +53,9 @@ def fitting(
 
         return found if not (found := gpu_kernels(device)).usable else JOINED_KERNELS
     if not _NARROWEST_HEAD <= head_dim <= WIDEST_GPU_HEAD or head_dim % 16:
-        return DeviceKernels(reason=f"they know heads of 16, 32, ... 256 numbers, not of {head_dim}", whose="GPU")
+        return DeviceKernels(
+            reason=f"they know heads of 16, 32, ... {WIDEST_GPU_HEAD} numbers, not of {head_dim}", whose="GPU"
+        )
     return gpu_kernels(device)
 
 

@@ -19,7 +19,7 @@ from offload.config.model import ModelConfig
 from offload.formats.layout import Packing
 from offload.kernels.choice import of_attention
 from offload.plan.planner import Plan
-from offload.plan.sizing import MAX_ROWS
+from offload.plan.sizing import MAX_ROWS, run_tiles
 from offload.transfer.memory import Memory, Tier, sent
 
 # "device": a tile lives there. "stream": it lives on the host and crosses the link into a staging slot.
@@ -69,6 +69,12 @@ def tile_tokens(plan: Plan, config: ModelConfig) -> int:
     if device.type == "cpu" or offloaded or not of_attention(device, config.block.attention, ()).usable:
         return tokens
     return -(-(plan.request.capacity + MAX_ROWS) // tokens) * tokens
+
+
+def run_tokens(plan: Plan, config: ModelConfig) -> int:
+    """The most tokens of a tile that a launch of attention takes."""
+    tiles = run_tiles(config.block.attention) if plan.request.device != "cpu" and config.block.attends else 1
+    return tiles * plan.placement.tile_tokens
 
 
 class TileStore:

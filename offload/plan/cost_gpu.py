@@ -11,6 +11,7 @@ from functools import cached_property
 from offload.config.model import ModelConfig
 from offload.config.next_token import rest_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
+from offload.plan.kernel_counts import layer_kernels
 from offload.plan.passes import DevicePasses, SumCosts
 from offload.speed.routing import layers_read_bytes, layers_wanted_bytes
 
@@ -26,7 +27,7 @@ class GpuCosts:
     add to its work."""
 
     graph_seconds: float = 1.2e-4  # of a pass as a graph: its launch, its inputs and results, the head and the draw
-    graph_layer_seconds: float = 2.4e-5  # gaps and ramps of a layer's kernels within a graph: twelve of 2 us
+    graph_kernel_seconds: float = 2e-6  # gap and ramp of a kernel within a graph; a layer of Llama's form has twelve
     piece_seconds: float = 1.2e-4  # of the host in the middle of a layer whose experts it brings: a wait, some calls
     pass_seconds: float = 5e-4  # calls of one pass outside its layers, the draw
     layer_seconds: float = 5.5e-4  # calls of one layer; with four tiles of its own .8 ms on an H200's host
@@ -157,7 +158,8 @@ class GpuPasses(DevicePasses):
         """Seconds that a pass of a model as graphs takes beside its bytes. brings: whether the host works in the middle
         of each layer with experts."""
         pieces = model.num_expert_layers if brings else 0
-        return GPU.graph_seconds + model.num_layers * GPU.graph_layer_seconds + pieces * GPU.piece_seconds
+        kernels = model.all_layers(lambda layer: layer_kernels(layer.block))
+        return GPU.graph_seconds + kernels * GPU.graph_kernel_seconds + pieces * GPU.piece_seconds
 
     @property
     def _calls(self) -> float:

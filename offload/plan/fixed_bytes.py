@@ -8,7 +8,7 @@ from offload.config.model import ModelConfig
 from offload.config.next_token import rest_bytes
 from offload.plan.composition import Composition
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.sizing import MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, tail_tokens
+from offload.plan.sizing import MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, run_tiles, tail_tokens
 from offload.plan.states import held_rows, level_bytes
 
 PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
@@ -148,7 +148,8 @@ def _attention_bytes(sizing: Sizing, capacity: int, composition: Composition, *,
     """Bytes of scratch for a GPU kernel's attention at each level: fp32 results per span of two runs (or of the
     only run) and merged, and the masses of one layer, with room to grow by a half."""
     rows, target = _padded(sizing, composition.gamma + 1), sizing.shard
-    spans = 2 * max(sizing.tile_tokens(capacity) // PAGE_TOKENS, sizing.window_pages(capacity))
+    tiles = min(run_tiles(target.block.attention), sizing.num_tiles(capacity)) if target.block.attends else 1
+    spans = 2 * max(tiles * sizing.tile_tokens(capacity) // PAGE_TOKENS, sizing.window_pages(capacity))
     size = _partial_bytes(target, rows, spans)
     if composition.mass_chunk:
         parts = _all_tokens(sizing, capacity) // min(composition.chunk, MASS_TOKENS)

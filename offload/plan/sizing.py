@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import CODE_BITS, KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
@@ -23,6 +24,7 @@ PREFILL_BLOCK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
 BLOCK_ROWS = 16  # rows per block of torch's products: a GPU's matrix units take 16 at the price of one
 CPU_ROWS = 32  # rows of a pass on a CPU that are priced as one block
+RUN_BLOCKS = 8  # of a row's queries over one tile, 128 programs: enough for one tile at a time
 MAX_ROWS = 256  # rows that a pass may write after the sequence: the longest verification, padded
 NUM_ROW_SLOTS = 3  # prefill blocks on the device if hidden rows are on the host
 STORED_TEMPORARY = 16  # bytes per number that torch's operators need to decode blocks (formats/stored.py)
@@ -47,6 +49,13 @@ def ring_pages(window: int, rows: int, *, page: int, undo: int) -> int:
     """The number of pages of a window's ring: pages of `page` tokens that `rows` rows of a pass see and write, at any
     offset within a page, and the pages that a sequence truncated by up to `undo` tokens sees."""
     return (window - 1 + rows + 2 * (page - 1)) // page + -(-undo // page)
+
+
+def run_tiles(attention: Attention) -> int:
+    """The number of tiles that a GPU attends to by one launch where they are all in its memory. A program has the
+    queries of a KV head, BLOCK_ROWS at a time: where a row has few of them, only many tiles keep the GPU busy."""
+    blocks = attention.num_kv_heads * -(-attention.num_heads // (attention.num_kv_heads * BLOCK_ROWS))
+    return -(-RUN_BLOCKS // blocks)
 
 
 def low_bit_tail(drafted: int) -> int:

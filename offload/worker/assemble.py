@@ -29,6 +29,7 @@ from offload.model.assistant import TargetKeys
 from offload.model.decoder import Decoder
 from offload.model.loading import DTYPES
 from offload.pages.storage import Offload
+from offload.pages.tiles import run_tokens
 from offload.plan.planner import Plan
 from offload.plan.sizing import BLOCK_ROWS, MAX_ROWS, tail_tokens
 from offload.plan.states import held_rows
@@ -55,7 +56,7 @@ def full_cache(
         scorings=_of_layers(config, config.readers(config.growing), scorings_of(plan, config, scoring)),
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
-        run_tokens=placement.tile_tokens,
+        run_tokens=run_tokens(plan, config),
         prefill=_prefill_attention(plan, config),
         kernels=_attention_kernels(plan, config),
         arena=arena,

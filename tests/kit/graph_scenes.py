@@ -41,6 +41,11 @@ CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
 SUNK = ", sunk"
 FEW = {
     "qwen3_5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8},
+    "gemma4": {
+        "global_head_dim": 272,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
 }
 

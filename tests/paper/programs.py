@@ -20,6 +20,7 @@ from offload.kernels.gpu import (
     delta,
     experts,
     fixed_rows,
+    halves,
     prefill,
     quantised_products,
     rotation,
@@ -58,7 +59,8 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     for module in (
         native_launch,
         *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
-        *(activation, attention, copies, delta, experts, fixed_rows, prefill, quantised_products, rotation, splits),
+        *(activation, attention, copies, delta, experts, fixed_rows, halves, prefill, quantised_products),
+        *(rotation, splits),
         stored_products,
     ):
         patch.setattr(module, "launch", run)

@@ -20,7 +20,7 @@ from offload.formats.quantised_kv import GROUP
 from offload.kernels.attention import Part
 from offload.kernels.gpu import kv_programs, programs
 from offload.kernels.gpu.rotation import rotated
-from offload.kernels.gpu.tiling import ROWS, STAGES, Tiling
+from offload.kernels.gpu.tiling import ROWS, STAGES, UNROLL, Tiling
 from offload.kernels.runs import Rows, Run
 from offload.native.launch import launch
 
@@ -140,6 +140,7 @@ class GpuAttention:
             ),
             COUNTED=bounds is not None,
             BLOCKS=self._tiling.blocks,
+            PART=self._tiling.part,
             WIDEN=not blocks.is_cuda,
             maxnreg=self._tiling.most_coded_registers,
             **self._constants,
@@ -195,13 +196,13 @@ class GpuAttention:
         sinks = self._rows.scoring.sink_logits
         launch(
             programs.merge_spans,
-            (self._num_kv_heads, -(-self._folded // self._tiling.merged)),
+            (self._num_kv_heads, -(-self._folded // ROWS), -(-self._tiling.head_dim // self._tiling.merged)),
             (
                 last.out, last.sums, self._running, self._tops, self._totals, out, logs,
                 logs if sinks is None else sinks, self._num_left, self._folded, int(self._num_runs > 1),
             ),
-            SINKS=sinks is not None, GROUP=self._group, DIM=out.shape[2], DIM_PADDED=self._tiling.padded,
-            ROWS=self._tiling.merged,
+            SINKS=sinks is not None, GROUP=self._group, DIM=out.shape[2], NUMBERS=self._tiling.merged, ROWS=ROWS,
+            UNROLL=UNROLL,
         )  # fmt: skip
         self._rows = None
         del self._partials, self._running, self._tops, self._totals, self._masses, self._queries

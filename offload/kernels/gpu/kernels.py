@@ -15,8 +15,9 @@ from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
 from offload.kernels.gpu import activation, convolution, copies, delta, experts, quantised_products, stored_products
 from offload.kernels.gpu.attention import GpuAttention
-from offload.kernels.gpu.latents import LatentTiles
-from offload.kernels.gpu.prefill import PAGE_STEP, TritonTiles
+from offload.kernels.gpu.halves import LatentTiles
+from offload.kernels.gpu.prefill import TritonTiles
+from offload.kernels.gpu.prefill_block import PAGE_STEP
 from offload.kernels.gpu.tiling import SPAN
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention

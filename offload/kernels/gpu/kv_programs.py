@@ -44,6 +44,80 @@ def _values(codes, units, like, WIDEN: tl.constexpr):
     return tl.trans(tl.reshape(exact, shape))
 
 
+@triton.jit
+def _query(rows, real, FIRST: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, WIDEN: tl.constexpr):
+    """A part of the queries at `rows`, [ROWS, 1] pointers to their first numbers -> [ROWS, PART]."""
+    dims = FIRST + tl.arange(0, PART)[None, :]
+    query = tl.load(rows + dims, mask=real[:, None] & (dims < DIM), other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    return query
+
+
+@triton.jit
+def _with_keys(
+    near,  # [ROWS, BLOCKS * 16]: products with the keys of near tokens so far
+    far,
+    query,  # [ROWS, PART]
+    blocks,
+    units,
+    at,  # [BLOCKS]: offsets of the blocks in bytes
+    held,  # [BLOCKS, 1]: blocks that are there
+    like,  # a pointer to the dtype of queries
+    FIRST: tl.constexpr,  # of PART numbers of a head
+    PART: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The products of rows and keys with those of a part of a head added."""
+    dims, token = FIRST + tl.arange(0, PART), tl.arange(0, 16)
+    inside = held & (dims < DIM)[None, :]
+    key_units = tl.load(units + at[:, None] // 4 + dims[None, :], mask=inside, other=0)
+    codes = blocks + (at + 4 * DIM)[:, None, None] + token[None, :, None] * DIM + dims[None, None, :]
+    key_codes = tl.load(codes, mask=inside[:, None, :], other=0)
+    near = tl.dot(query, _keys(key_codes & 15, key_units, like, WIDEN), near, input_precision="ieee")
+    far = tl.dot(query, _keys(key_codes >> 4, key_units, like, WIDEN), far, input_precision="ieee")
+    return near, far
+
+
+@triton.jit
+def _with_values(
+    out,  # [ROWS, PART]: weighted values so far
+    near,  # [ROWS, BLOCKS * 16]: weights of near tokens
+    far,
+    blocks,
+    units,
+    at,  # [BLOCKS]: offsets of the blocks' values in bytes
+    held,  # [BLOCKS, 1]: blocks that are there
+    like,
+    FIRST: tl.constexpr,  # of PART numbers of a head, a multiple of CHANNELS
+    PART: tl.constexpr,
+    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,  # of values that share a step
+    WIDEN: tl.constexpr,
+):
+    """`out` after the tokens of some blocks, of a part of a head."""
+    TOKENS: tl.constexpr = 32  # of a block
+    HALF: tl.constexpr = 16
+    LANES: tl.constexpr = min(CHANNELS, PART)
+    token = tl.arange(0, HALF)
+    width = FIRST // LANES + tl.arange(0, PART // LANES)
+    channel = width[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    unit = at[:, None, None] // 4 + width[None, :, None] * TOKENS + token[None, None, :]
+    real = held[:, :, None] & (width * LANES < DIM)[None, :, None]
+    near_units = tl.load(units + unit, mask=real, other=0)
+    far_units = tl.load(units + unit + HALF, mask=real, other=0)
+    of_codes = at + 4 * TOKENS * ((DIM + CHANNELS - 1) // CHANNELS)
+    codes = tl.load(
+        blocks + of_codes[:, None, None, None] + channel[None, :, :, None] * HALF + token[None, None, None, :],
+        mask=held[:, :, None, None] & (channel < DIM)[None, :, :, None],
+        other=0,
+    )
+    out += tl.dot(near, _values(codes & 15, near_units, like, WIDEN), input_precision="ieee")
+    out += tl.dot(far, _values(codes >> 4, far_units, like, WIDEN), input_precision="ieee")
+    return out
+
+
 @triton.jit(do_not_specialize=["tokens", "num_folded", "num_earlier", "begun"])
 def attend_codes(
     queries,  # [T, H_kv * G, D] by the stride; a row contiguous
@@ -69,6 +143,7 @@ def attend_codes(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,  # a multiple of 16
     DIM_PADDED: tl.constexpr,
+    PART: tl.constexpr,  # numbers of a head at a time: all, or half of them
     ROWS: tl.constexpr,
     COUNTED: tl.constexpr,  # whether there is `counted`; else all tokens count
     BLOCKS: tl.constexpr,  # at a time
@@ -79,20 +154,16 @@ def attend_codes(
     TOKENS: tl.constexpr = 32  # of a block
     HALF: tl.constexpr = 16
     CHANNELS: tl.constexpr = 64  # of values that share a step
-    LANES: tl.constexpr = min(CHANNELS, DIM_PADDED)
-    KEYS: tl.constexpr = 4 * DIM  # offset in bytes of the keys' codes in a block
-    VALUE_UNITS: tl.constexpr = KEYS + HALF * DIM
-    VALUES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + CHANNELS - 1) // CHANNELS)
-    BYTES: tl.constexpr = VALUES + HALF * DIM
+    VALUE_UNITS: tl.constexpr = 4 * DIM + HALF * DIM  # offset in bytes, behind the keys
+    BYTES: tl.constexpr = VALUE_UNITS + 4 * TOKENS * ((DIM + CHANNELS - 1) // CHANNELS) + HALF * DIM
     span, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     folded = block * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, DIM_PADDED)
     real = folded < num_folded
-    inside = dims < DIM
-    whole = real[:, None] & inside[None, :]
     state = (head * num_folded + folded).to(tl.int64)
     if span * SPAN >= tokens:
+        dims = tl.arange(0, DIM_PADDED)
+        whole = real[:, None] & (dims < DIM)[None, :]
         out, top, total = with_run(
             running, tops, totals, earlier_partials, earlier_sums, num_earlier, num_heads * num_folded, state, real,
             dims, begun, DIM, 1,
@@ -101,41 +172,27 @@ def attend_codes(
         tl.store(tops + state, top, mask=real)
         tl.store(totals + state, total, mask=real)
         return
-    source = folded // GROUP * query_stride + (head * GROUP + folded % GROUP) * DIM
-    query = tl.load(queries + source[:, None] + dims[None, :], mask=whole, other=0.0)
-    if WIDEN:
-        query = query.to(tl.float32)
+    source = (folded // GROUP * query_stride + (head * GROUP + folded % GROUP) * DIM)[:, None]
+    query = _query(queries + source, real, 0, PART, DIM, WIDEN)
     place = head.to(tl.int64) * head_stride + (span * (SPAN // TOKENS)).to(tl.int64) * BYTES
     if COUNTED:
         tokens = tl.minimum(tokens, tl.load(counted).to(tl.int32))
     left = tl.minimum(tokens - span * SPAN, SPAN) // TOKENS  # none in a span after the last that counts
     number = tl.arange(0, BLOCKS)
-    token = tl.arange(0, HALF)
-    width = tl.arange(0, DIM_PADDED // LANES)
-    channel = width[:, None] * LANES + tl.arange(0, LANES)[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    out = tl.zeros([ROWS, PART], tl.float32)
+    out_2 = out  # of the second half, where there is one
     for first in range(0, left, BLOCKS):
         at = place + (first + number) * BYTES
         held = (first + number < left)[:, None]
-        key_units = tl.load(units + at[:, None] // 4 + dims[None, :], mask=held & inside[None, :], other=0)
-        key_codes = tl.load(
-            blocks + (at + KEYS)[:, None, None] + token[None, :, None] * DIM + dims[None, None, :],
-            mask=held[:, :, None] & inside[None, None, :],
-            other=0,
-        )
-        unit = (at + VALUE_UNITS)[:, None, None] // 4 + width[None, :, None] * TOKENS + token[None, None, :]
-        real_unit = held[:, :, None] & (width * LANES < DIM)[None, :, None]
-        near_units = tl.load(units + unit, mask=real_unit, other=0)
-        far_units = tl.load(units + unit + HALF, mask=real_unit, other=0)
-        value_codes = tl.load(
-            blocks + (at + VALUES)[:, None, None, None] + channel[None, :, :, None] * HALF + token[None, None, None, :],
-            mask=held[:, :, None, None] & (channel < DIM)[None, :, :, None],
-            other=0,
-        )
-        near = tl.dot(query, _keys(key_codes & 15, key_units, queries, WIDEN), input_precision="ieee") * scale
-        far = tl.dot(query, _keys(key_codes >> 4, key_units, queries, WIDEN), input_precision="ieee") * scale
+        near = tl.zeros([ROWS, BLOCKS * HALF], tl.float32)
+        far = tl.zeros([ROWS, BLOCKS * HALF], tl.float32)
+        for part in tl.static_range(DIM_PADDED // PART):
+            if PART < DIM_PADDED:  # registers have no room for all of it
+                query = _query(queries + source, real, part * PART, PART, DIM, WIDEN)
+            near, far = _with_keys(near, far, query, blocks, units, at, held, queries, part * PART, PART, DIM, WIDEN)
+        near, far = near * scale, far * scale
         if CAP > 0:
             near = capped(near, CAP)
             far = capped(far, CAP)
@@ -149,11 +206,17 @@ def attend_codes(
         near, far = near.to(queries.dtype.element_ty), far.to(queries.dtype.element_ty)
         if WIDEN:
             near, far = near.to(tl.float32), far.to(tl.float32)
+        at += VALUE_UNITS
         out = out * share[:, None]
-        out += tl.dot(near, _values(value_codes & 15, near_units, queries, WIDEN), input_precision="ieee")
-        out += tl.dot(far, _values(value_codes >> 4, far_units, queries, WIDEN), input_precision="ieee")
+        out = _with_values(out, near, far, blocks, units, at, held, queries, 0, PART, DIM, CHANNELS, WIDEN)
+        if PART < DIM_PADDED:
+            out_2 = out_2 * share[:, None]
+            out_2 = _with_values(out_2, near, far, blocks, units, at, held, queries, PART, PART, DIM, CHANNELS, WIDEN)
         top = higher
     divisor = tl.where(total > 0.0, total, 1.0)
     target = state + span.to(tl.int64) * (num_heads * num_folded)
-    tl.store(partials + target[:, None] * DIM + dims[None, :], out / divisor[:, None], mask=whole)
+    to, dims = target[:, None] * DIM, tl.arange(0, PART)[None, :]
+    tl.store(partials + to + dims, out / divisor[:, None], mask=real[:, None] & (dims < DIM))
+    if PART < DIM_PADDED:
+        tl.store(partials + to + PART + dims, out_2 / divisor[:, None], mask=real[:, None] & (PART + dims < DIM))
     tl.store(sums + target, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)

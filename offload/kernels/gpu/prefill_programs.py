@@ -12,6 +12,65 @@ from offload.kernels.gpu.programs import capped, mask_if
 
 
 @triton.jit
+def weighed(
+    score,  # [ROWS, STEP]: products of rows and tokens
+    place,  # [STEP]: of the tokens in the tile
+    own,  # [ROWS]: places of the rows' own tokens in the tile
+    top,  # [ROWS]: the largest score so far; -inf: no token so far
+    total,  # [ROWS]: the sum of weights so far, relative to `top`
+    factor,  # of products, or of capped scores
+    scale,  # of products that are capped
+    MASKED: tl.constexpr,  # some rows do not attend to some tokens
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The tokens' weights [ROWS, STEP], the share [ROWS] of what was so far, and the running (top, total)."""
+    if CAP > 0:
+        score = capped(score * scale, CAP)
+    if MASKED:
+        seen = place[None, :] <= own[:, None]
+        if WINDOW > 0:
+            seen = seen & (place[None, :] > own[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1) * factor)
+    anchor = higher
+    if MASKED:
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score * factor - anchor[:, None])
+    share = tl.exp2(top - anchor)
+    return weight, share, higher, total * share + tl.sum(weight, 1)
+
+
+@triton.jit
+def begun_with(tops, totals, sink_logit, state, valid, SINKS: tl.constexpr):
+    """The running (top, total) of the earlier tiles, or of the sink logit, with which the first tile's rows begin."""
+    top = tl.load(tops + state, mask=valid, other=float("-inf"))
+    total = tl.load(totals + state, mask=valid, other=0.0)
+    if SINKS:
+        sink = tl.load(sink_logit) * 1.4426950408889634
+        top, total = tl.where(valid, top, sink), tl.where(valid, total, 1.0)
+    return top, total
+
+
+@triton.jit
+def steps_of(
+    lowest,  # place of the block's first row
+    rows_end,  # place behind the last row
+    tokens,  # of the tile
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """(start, stop) of the tokens that some rows of a block do not attend to; with a window, of all that some do."""
+    stop = tl.minimum(tl.minimum(lowest + ROWS, rows_end), tokens)
+    if WINDOW > 0:
+        start = tl.maximum(lowest - WINDOW + 1, 0) // STEP * STEP
+    else:
+        start = tl.maximum(tl.minimum(lowest + 1, stop), 0) // STEP * STEP
+    return start, stop
+
+
+@triton.jit
 def _over_steps(
     out,  # [ROWS, DIM_PADDED]: weighted values so far, relative to `top`
     top,  # [ROWS]: the largest score so far; -inf: no token so far
@@ -53,23 +112,9 @@ def _over_steps(
         if WIDEN:
             key, value = key.to(tl.float32), value.to(tl.float32)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if CAP > 0:
-            score = capped(score * scale, CAP)
-        if MASKED:
-            place = base + tl.arange(0, STEP)
-            seen = place[None, :] <= own[:, None]
-            if WINDOW > 0:
-                seen = seen & (place[None, :] > own[:, None] - WINDOW)
-            score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1) * factor)
-        anchor = higher
-        if MASKED:
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score * factor - anchor[:, None])
-        share = tl.exp2(top - anchor)
-        total = total * share + tl.sum(weight, 1)
+        place = base + tl.arange(0, STEP)
+        weight, share, top, total = weighed(score, place, own, top, total, factor, scale, MASKED, CAP, WINDOW)
         out = tl.dot(weight.to(value.dtype), value, out * share[:, None], input_precision="ieee")
-        top = higher
     return out, top, total
 
 
@@ -117,26 +162,17 @@ def attend_tile(
         query = query.to(tl.float32)
     state = row.to(tl.int64) * tl.num_programs(1) + head
     valid = mask_if(begun != 0, real)
-    top = tl.load(tops + state, mask=valid, other=float("-inf"))
-    total = tl.load(totals + state, mask=valid, other=0.0)
-    if SINKS:  # the first tile's rows begin with it
-        sink = tl.load(sink_logits + head) * 1.4426950408889634
-        top, total = tl.where(valid, top, sink), tl.where(valid, total, 1.0)
+    top, total = begun_with(tops, totals, sink_logits + head, state, valid, SINKS)
     place = state[:, None] * DIM + dims[None, :]
     out = tl.load(running + place, mask=mask_if(begun != 0, whole), other=0.0)
 
     own = own_first + row
-    lowest = own_first + block * ROWS  # place of the block's first row
-    stop = tl.minimum(tl.minimum(lowest + ROWS, own_first + num_rows), tokens)
     kv_head = (head // GROUP).to(tl.int64) * head_stride
-    start = 0
     factor = scale * 1.4426950408889634
     if CAP > 0:
         factor = 1.4426950408889634
-    if WINDOW > 0:
-        start = tl.maximum(lowest - WINDOW + 1, 0) // STEP * STEP
-    else:
-        start = tl.maximum(tl.minimum(lowest + 1, stop), 0) // STEP * STEP
+    start, stop = steps_of(own_first + block * ROWS, own_first + num_rows, tokens, WINDOW, ROWS, STEP)
+    if WINDOW == 0:
         out, top, total = _over_steps(
             out, top, total, query, own, keys + kv_head, values + kv_head, page_stride, token_stride, 0, start, factor,
             scale, False, CAP, WINDOW, PAGE, DIM, DIM_PADDED, STEP, WIDEN,

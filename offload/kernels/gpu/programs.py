@@ -257,20 +257,21 @@ def merge_spans(
     SINKS: tl.constexpr,  # each head has a sink logit
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
+    NUMBERS: tl.constexpr,
     ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Program (h, b): fold the last run of block b of the folded rows in KV head h, then the sink logits of its query
-    heads, and divide."""
-    head, block = tl.program_id(0), tl.program_id(1)
+    """Program (h, b, n): fold NUMBERS n to n + 1 of the last run of block b of the folded rows in KV head h, then the
+    sink logits of its query heads, and divide."""
+    head, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
     folded = block * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, DIM_PADDED)
+    dims = part * NUMBERS + tl.arange(0, NUMBERS)
     real = folded < num_folded
     whole = real[:, None] & (dims < DIM)[None, :]
     state = (head * num_folded + folded).to(tl.int64)
     merged, top, total = with_run(
-        running, tops, totals, partials, sums, num_spans, num_heads * num_folded, state, real, dims, begun, DIM, 4
+        running, tops, totals, partials, sums, num_spans, num_heads * num_folded, state, real, dims, begun, DIM, UNROLL
     )
     if SINKS:
         sink = tl.load(sink_logits + head * GROUP + folded % GROUP, mask=real, other=0.0)
@@ -283,7 +284,8 @@ def merge_spans(
     target = ((folded // GROUP) * num_heads + head) * GROUP + folded % GROUP
     mean = (merged / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(out + target[:, None] * DIM + dims[None, :], mean, mask=whole)
-    tl.store(logs + state, tl.where(total > 0.0, top + tl.log(divisor), float("-inf")), mask=real)
+    log = tl.where(total > 0.0, top + tl.log(divisor), float("-inf"))
+    tl.store(logs + state, log, mask=mask_if(part == 0, real))
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_folded"])

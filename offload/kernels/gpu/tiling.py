@@ -8,6 +8,9 @@ from offload.formats.quantised_kv import GROUP
 
 SPAN = 512  # most tokens of a program and of its partial result (plan/sizing.py uses it)
 ROWS = 16  # of a block: the minimum of tensor cores
+WIDEST_WHOLE = 256  # numbers of a head, or of half a joined row, that a program takes at once
+MERGED = 64  # most numbers of a head that a program merges: few programs would wait for span after span
+UNROLL = 8  # spans of which a program that merges them loads several at a time
 STAGES = 2
 _STAGE_BYTES = 32 * 2**10  # of keys and values at a time: two stages fit into every GPU's shared memory
 
@@ -30,8 +33,18 @@ class Tiling:
         return 1 << (self.head_dim // (1 + self.joined) - 1).bit_length()
 
     @property
+    def is_wide(self) -> bool:
+        """Whether rows take more registers than four warps have."""
+        return self.held_padded > WIDEST_WHOLE
+
+    @property
     def step(self) -> int:
-        return min(64, _STAGE_BYTES // (2 * self.held_padded * self.itemsize))
+        return min(64, max(_STAGE_BYTES // (2 * self.held_padded * self.itemsize), 16))  # tensor cores' minimum
+
+    @property
+    def part(self) -> int:
+        """Numbers of a head of 4-bit keys and values at a time: half of them where the head is wide."""
+        return min(self.padded, WIDEST_WHOLE)
 
     @property
     def blocks(self) -> int:
@@ -40,20 +53,22 @@ class Tiling:
 
     @property
     def warps(self) -> int:
-        """Warps of a program; more for fp32, whose products use no tensor cores and more registers than four warps
-        have."""
-        return 4 if self.itemsize == 2 and not self.joined else 8
+        """Warps of a program; more for wide rows and for fp32, whose products use no tensor cores and more registers
+        than four warps have."""
+        return 4 if self.itemsize == 2 and not (self.joined or self.is_wide) else 8
 
     @property
     def most_registers(self) -> int | None:
         """The limit of a thread's registers. None: the assembler's choice, which would spill for fp32, and for narrow
-        halves of rows, where it is 128."""
-        return None if self.itemsize == 2 and not (self.joined and self.held_padded <= 256) else 240
+        halves of rows, where it is 128. That is enough for wide heads, and two programs fit on a multiprocessor."""
+        if self.itemsize == 4 or (self.joined and not self.is_wide):
+            return 240
+        return None if self.joined or not self.is_wide else 128
 
     @property
     def merged(self) -> int:
-        """Rows of a program that merges spans: fewer where they are as wide as two of others."""
-        return ROWS // 4 if self.joined else ROWS
+        """Numbers of a head of a program that merges spans, a power of two."""
+        return min(self.padded, MERGED)
 
     @property
     def most_coded_registers(self) -> int:

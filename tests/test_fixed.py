@@ -41,30 +41,33 @@ def multiplied(kernels: CpuKernels, x: Tensor, stored: StoredMatrix, **step: obj
 
 def rows_of(count: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Rows of every form: ordinary ones, of 2^20 ranges in a group, one large number, zeros, least numbers, all bits of
-    a mantissa set, the dtype's largest numbers, infinite ones and none."""
+    a mantissa set, the dtype's largest numbers, infinite ones and none, and nearly the same number everywhere."""
     generator, own = torch.Generator().manual_seed(seed), torch.finfo(dtype)
     x = torch.randn(count, inputs, generator=generator)
     wide = torch.exp2(torch.randint(-20, 1, x.shape, generator=generator).float())
-    x[1::9] *= wide[1::9]
-    x[2::9, 5::32] *= 2.0**12
-    x[3::9, : inputs // 2] = 0
-    x[4::9] *= own.tiny
+    x[1::10] *= wide[1::10]
+    x[2::10, 5::32] *= 2.0**12
+    x[3::10, : inputs // 2] = 0
+    x[4::10, :32] *= own.tiny
+    x[4::10, 32:] *= max(own.tiny, 2.0**-56)  # less than the least unit times 2^15
     x = x.to(dtype)
     bits = x.view(torch.int16)
-    bits[5::9] |= 0x7F if dtype == torch.bfloat16 else 0x3FF
-    bits[5::9, ::2] |= 0x180 if dtype == torch.bfloat16 else 0xC00
-    x[6::9, ::7] = own.max
-    x[7::9, :: inputs // 2] = torch.inf
-    x[8::9, inputs - 1] = torch.nan
+    bits[5::10] |= 0x7F if dtype == torch.bfloat16 else 0x3FF
+    bits[5::10, ::2] |= 0x180 if dtype == torch.bfloat16 else 0xC00
+    x[6::10, ::7] = own.max
+    x[7::10, :: inputs // 2] = torch.inf
+    x[8::10, inputs - 1] = torch.nan
+    x[9::10], x[9::10, ::32] = 1.984375, 0.0137  # sums of more than 24 bits
     return x
 
 
 def random_blocks(kind: Encoding, outputs: int, inputs: int, seed: int = 0) -> StoredMatrix:
-    """Any bytes: every code, and scales of all forms. The first outputs have special scales."""
+    """Any bytes: every code, and scales of all forms. The first outputs have special scales, and the fourth the same
+    code everywhere."""
     generator = torch.Generator().manual_seed(seed)
     shape = outputs, inputs // kind.numbers, kind.nbytes
     blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    blocks[0], blocks[1] = 0, 255
+    blocks[0], blocks[1], blocks[3] = 0, 255, 0x11
     if kind.scale == "F16":
         for number, bits in enumerate(SPECIAL, 2):
             for at in places(kind):
@@ -84,12 +87,14 @@ def same(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.few(48)
 def test_products_have_the_bits_of_the_definition(name: str, dtype: torch.dtype, instructions: str) -> None:
-    """With matrices of any bytes and with ordinary ones, rows of every form, and inputs that are no whole 256."""
+    """With matrices of any bytes and with ordinary ones, rows of every form, and inputs that are no whole 256. Also
+    before the result is rounded: rows may be in fp32."""
     kernels, kind = built(instructions), ENCODINGS[name]
     for count in {1, 2, 3, 7, 256 // kind.numbers, 9, 1 + 512 // kind.numbers}:
         inputs = count * kind.numbers
         x = rows_of(19, inputs, dtype, seed=count)
         for stored in (made_up(name, 21, inputs, seed=count), random_blocks(kind, 37, inputs, seed=count)):
+            assert same(multiplied(kernels, x.float(), stored), fixed.product(x, stored)), inputs
             assert same(multiplied(kernels, x, stored), fixed.linear(x, stored)), inputs
 
 

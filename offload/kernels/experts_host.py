@@ -10,7 +10,6 @@ from offload.config.networks import Experts
 from offload.kernels.cpu import CpuKernels, kernels
 from offload.kernels.experts import Batch
 from offload.kernels.experts_cpu import run_share
-from offload.transfer.memory import sent
 
 _HOST = torch.device("cpu")
 
@@ -23,4 +22,4 @@ def run_on_host(experts: Experts, batch: Batch, rows: Tensor, chosen: Tensor, ma
     assert isinstance(own, CpuKernels), "a plan has the CPU run experts only where it has kernels"
     given, wanted = rows.to(_HOST).contiguous(), chosen.to(_HOST, torch.int32).contiguous()
     pairs, found = run_share(experts, batch.bank, batch.places, given, wanted, fixed=fixed, kernels=own)
-    made.index_copy_(0, sent(pairs, made.device), sent(found, made.device))
+    made.index_copy_(0, pairs.to(made.device), found.to(made.device))

@@ -11,26 +11,53 @@ bits below them. Codes of a book are looked up by permutations of bytes: both co
 """
 
 # Triton reads the annotations of programs: they are not postponed.
+import re
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from offload.errors import TriforceError
 from offload.formats.encodings import BOOKS, Encoding
 from offload.formats.stored_codes_gpu import halves_at, in_bytes, integers_at, items_at, more
 from offload.formats.stored_gpu import e4m3, half_of
+from offload.machine import KERNELS
 
 GROUP = 32  # inputs with one unit
 STEP = 256  # inputs at a time
 _COUNTED = 64
+_checked = set[str]()  # compiled programs
 
 
 @cache
 def counts_of(device: torch.device) -> Tensor:
     """The integers from 0 on, int32 [64]. In memory that is never freed, as that of `stored_codes_gpu.book_of`."""
     return torch.arange(_COUNTED, dtype=torch.int32, device=device)
+
+
+def check_bytes(compiled: Any) -> None:
+    """Check once of a program that `launch` returned that `as_bytes` is right in it.
+
+    Errors: TriforceError, with the remedy, where a word's bytes are not neighbours in a register of each thread."""
+    if compiled is None or compiled.hash in _checked:  # the interpreter has no registers
+        return
+    if not joins_bytes(compiled.asm["ttgir"]):
+        raise TriforceError(
+            f"Triton {triton.__version__} puts the bytes of codes into registers in an order that products in fixed "
+            f"point do not know; install another version, or set {KERNELS}=off in the environment"
+        )
+    _checked.add(compiled.hash)
+
+
+def joins_bytes(ttgir: str) -> bool:
+    """Whether, in a program with its layouts, the registers of a thread have the bytes of `as_bytes` in their order."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<\{.*\}>)", ttgir, re.MULTILINE))
+    made = re.findall(r'elementwise_inline_asm "mov\.b32.* -> tensor<[0-9x]+xi8, (#\w+)>', ttgir)
+    wanted = "{register = [[0, 0, 0, 1], [0, 0, 0, 2],"
+    return bool(made) and all(wanted in layouts.get(each, "") for each in made)
 
 
 @triton.constexpr_function

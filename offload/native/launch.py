@@ -24,14 +24,15 @@ def counting() -> Iterator[Counter[str]]:
         _counters.pop()
 
 
-def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> None:
-    """Run a Triton program on the current device; the first launch of its kind compiles it.
+def launch(program: Any, grid: tuple[int, ...], arguments: Sequence[object], **constants: object) -> Any:
+    """Run a Triton program on the current device; the first launch of its kind compiles it. Returns what was compiled,
+    None in Triton's interpreter.
 
     Errors: TriforceError, with the remedy, where it cannot be compiled or started."""
     for counter in _counters:
         counter[program.__name__] += 1
     try:
-        program[grid](*arguments, **constants)
+        return program[grid](*arguments, **constants)
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise TriforceError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.config.networks import Activation, Experts
 from offload.formats.encodings import Encoding
-from offload.formats.fixed_gpu import GROUP, counts_of
+from offload.formats.fixed_gpu import GROUP, check_bytes, counts_of
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of
 from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
@@ -261,12 +261,13 @@ def _multiply(
     elif fixed:
         own, tiling = fixed[weight.encoding], weight.encoding.fixed_tiling
         given = own.planes, own.units, own.sums, *lists, book_of(weight), counts_of(rows.device), out
-        launch(
+        compiled = launch(
             multiply_fixed, (tiles, -(-outputs // tiling.outputs)),
             (*given, len(own.units), of.per_row, inputs // GROUP, *sizes),
             **ending, OUTPUTS=tiling.outputs, FORM=weight.encoding,
             num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
         )  # fmt: skip
+        check_bytes(compiled)
     else:
         form, tiling = weight.encoding, weight.encoding.expert_tiling
         launch(

@@ -10,6 +10,7 @@ import pytest
 
 from kit.models import CURVES
 from offload.config.encodings import encoded
+from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
 from offload.formats.layout import CACHED_SHARE
@@ -25,7 +26,7 @@ from offload.plan.passes import NETWORK, SumCosts
 from offload.plan.placement import Placement, place, shortage
 from offload.plan.planner import Options, Plan
 from offload.plan.request import Request
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import Sizing, run_tiles
 from offload.plan.what_if import LLAMA2_7B as LLAMA_7B
 from offload.plan.what_if import remedies
 from offload.speed.cpu_pass import CpuPass
@@ -734,6 +735,28 @@ def test_the_bytes_of_a_cache_in_4_bits_are_counted() -> None:
         8200 * DEMO.kv_bytes_per_token(2) * 5 / 16, rel=0.08
     )
     assert "quantised cache" not in without.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tiles"),
+    [(32, 8, 1), (40, 40, 1), (16, 2, 4), (32, 4, 2), (20, 1, 4), (128, 1, 1), (8, 1, 8)],
+)
+def test_a_launch_takes_more_tiles_where_queries_of_a_row_are_few_programs(
+    heads: int, kv_heads: int, tiles: int
+) -> None:
+    """And the plan has room for what they give, of two launches, but no more than there are tiles."""
+    assert run_tiles(Attention(heads, kv_heads, 128)) == tiles
+
+    def scratch(prompt: int) -> int:
+        gpu, target = (
+            replace(GPU, device_free_bytes=200 * GIB),
+            LLAMA_7B.changed(num_heads=heads, num_kv_heads=kv_heads),
+        )
+        made = plan(Options(speculation=False), target=target, draft=None, hardware=gpu, prompt=prompt).placement
+        return made.device_bytes["attention scratch"] // (16 * heads * (128 + 2) * 4) - 1
+
+    pages = [scratch(prompt) for prompt in (4_000, 130_000)]
+    assert pages == [2 * 9, 2 * 16 * tiles]
 
 
 def test_on_a_gpu_the_cache_has_4_bits_where_that_is_predicted_to_pay() -> None:

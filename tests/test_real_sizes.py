@@ -20,6 +20,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
 from offload.plan.kernel_counts import layer_kernels
 from offload.plan.options import Options
+from offload.plan.passes import graph_levels
 from offload.plan.request import Request
 from offload.plan.sizing import KV_TAIL, run_tiles
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
@@ -224,6 +225,7 @@ def test_a_pass_has_the_kernels_that_the_plan_prices_and_runs_as_a_graph(kind: s
     options = Options(speculation=False)
     plan = Request(target, None, options, LARGE).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
     assert plan.placement.offload == ()
+    assert graph_levels(plan.composition, plan.placement, LARGE, target, "bf16") == ("target",)
     with worker_without_bytes(plan, target, LLAMA_68M) as (worker, gpu):
         launches = []
         for _ in range(3):

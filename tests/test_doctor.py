@@ -716,7 +716,8 @@ class TestReport:
         assert max(map(len, text.splitlines())) <= min(max(width, 40), 100)
 
     def test_of_two_gpus_shows_each_and_both(self):
-        text = render_doctor.report(TWO_ON_X8, [], some_expectations(), width=100)
+        text = render_doctor.report(TWO_ON_X8, [], some_expectations(), width=100, disk=3.4e9)
+        assert "disk of the models, measured\n  direct reads  3.40 GB/s\n" in text
         assert text.count("PCIe      4.0 x8, the GPU can do 4.0 x16") == 2
         assert "copies       25.0 GB/s to device, 25.5 to host, 46.0 both at once, added up" in text
         assert "peer access  cuda:1 to cuda:0" in text

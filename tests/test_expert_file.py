@@ -498,6 +498,18 @@ class TestTheRate:
         roomy = Request.of(folder, None, Options(device="cpu"), on_cpu(50))
         assert disk_timer.disk_timed(replace(roomy, hardware=on_cpu(50)), folder).hardware == on_cpu(50)
 
+    def test_is_of_the_largest_file_of_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        models, read = tmp_path / "models", list[Path]()
+        assert disk_timer.time_disk(models) is None
+        (models / "one").mkdir(parents=True)
+        for name, count in (("one/a.safetensors", 10), ("one/b.safetensors", 3 << 20), ("c.gguf", 20), ("d", 5 << 20)):
+            (models / name).write_bytes(bytes(count))
+        assert (rate := disk_timer.time_disk(models)) is not None
+        assert load_disk_rate(machine_name(), disk_of(models)) == rate > 1e6
+        monkeypatch.setattr(disk_timer, "read_rate", lambda path: read.append(path) or 1e9)
+        assert disk_timer.time_disk(models) == 1e9
+        assert read == [models / "one/b.safetensors"]
+
     def test_that_is_damaged_is_none(self, tmp_path: Path) -> None:
         for rate in (0.0, -1.0, 1e30):
             save_disk_rate("here", "disk at /", rate)

@@ -42,7 +42,7 @@ from offload.text.reply_text import ReplyText
 from offload.text.tokenizer import Tokenizer
 from offload.transfer.device import use_device
 from offload.worker.curve_timer import time_again, timed
-from offload.worker.disk_timer import disk_timed
+from offload.worker.disk_timer import disk_timed, time_disk
 from offload.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ __all__ = [
     "plan_request",
     "prefill_problem",
     "time_again",
+    "time_disk",
     "timed",
 ]
 

@@ -105,7 +105,8 @@ def offer_of(
     request_of: Callable[[Request], Request] = lambda request: request,
     context: int = CONTEXT,
 ) -> Offer | None:
-    """The offer of one model; None if it does not fit the machine."""
+    """The offer of one model; None if it does not fit the machine's memory: how fast experts are read from its file is
+    not known before it is there."""
     if candidate.num_bytes > _memory(hardware):  # told without a plan
         return None
     context = min(context, candidate.config.context_limit)
@@ -114,7 +115,7 @@ def offer_of(
         plan = request.plan(num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS)
     except (DoesNotFit, UsageError):  # or the devices cannot share it
         return None
-    return Offer(candidate, request, plan)
+    return None if plan.placement.expert_places else Offer(candidate, request, plan)
 
 
 def _memory(hardware: Hardware) -> int:

@@ -15,6 +15,7 @@ from offload.speed.rates import disk_of, save_disk_rate
 from offload.transfer.direct_file import DirectFile
 from offload.transfer.disk import PIECE_BYTES, Disk, Reader
 
+_WEIGHTS = ("*.safetensors", "*.gguf")
 _SPOTS, _SPOT_BYTES = 48, 4 << 20  # spread over the file; about an expert
 
 
@@ -29,12 +30,14 @@ def disk_timed(request: Request, model: Path) -> Request:
     return request
 
 
-def time_disk(model: Path) -> float:
-    """Measure direct reads of a model's largest file by several threads, in bytes per second, and save the rate.
-    OSError, ModelError."""
-    files = [model] if is_gguf(model) else [*model.glob("*.safetensors")]
-    rate = read_rate(max(files, key=lambda path: path.stat().st_size))
-    save_disk_rate(machine_name(), disk_of(model), rate)
+def time_disk(models: Path) -> float | None:
+    """Measure direct reads of the largest file of weights in a folder, or of a GGUF file, by several threads, in bytes
+    per second, and save the rate. None where there is no such file. OSError, ModelError."""
+    files = [models] if is_gguf(models) else [path for kind in _WEIGHTS for path in models.rglob(kind)]
+    if not files:
+        return None
+    rate = read_rate(largest := max(files, key=lambda path: path.stat().st_size))
+    save_disk_rate(machine_name(), disk_of(largest), rate)
     return rate
 
 

@@ -7,7 +7,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated
 
-from offload.errors import Differs
+from offload.errors import Differs, TriforceError
 from triforce_cli.ground.outfile import OutputFile
 from triforce_cli.options import options
 from triforce_cli.options.call import spread
@@ -56,19 +56,33 @@ def doctor(
         output.wait("timing the demo models")
         demo = choose_models(None, None)
         time_again(demo.target, demo.draft)
+        output.wait("measuring the disk of the models")
+        disk = _disk_rate()
         expected = expectations(usable_hardware(diagnosis))
         checks = [
             check
             for name in diagnosis.devices
             for check in check_device(probe(name), demo.target, demo.draft, output.wait)
         ]
-        document = render_doctor.document(diagnosis, checks, expected, record)
+        document = render_doctor.document(diagnosis, checks, expected, record, disk)
         if json:
             output.document(document)
         else:
-            output.text(render_doctor.report(diagnosis, checks, expected, width=output.width))
+            output.text(render_doctor.report(diagnosis, checks, expected, width=output.width, disk=disk))
         output.note(render_doctor.kept(record))
         if file is not None:
             file.write((dumps(document, indent=1) + "\n").encode())
     if failure := render_doctor.failure(checks):
         raise Differs(failure)
+
+
+def _disk_rate() -> float | None:
+    """Bytes per second that the disk of the folder of models gives past the page cache; None without models there, or
+    where that cannot be measured or kept."""
+    from offload.engine.engine import time_disk
+    from offload.hub.names import models_folder
+
+    try:
+        return time_disk(models_folder())
+    except (OSError, TriforceError):
+        return None

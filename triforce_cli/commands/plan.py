@@ -181,8 +181,9 @@ def _prompt_tokens(documents: Named, models: Models, output: Output) -> list[int
 def _request(models: Models, wanted: Options, machine: MachineFlags) -> Request:
     from offload.plan.request import Request
 
-    request = Request.of(models.target, models.draft, wanted, machine.hardware())
-    return replace(request, curves=None) if machine.assumed else request  # they are of this machine's CPU
+    hardware = machine.hardware()
+    request = Request.of(models.target, models.draft, wanted, hardware)  # with what was measured of this machine
+    return replace(request, curves=None, hardware=hardware) if machine.assumed else request
 
 
 def _planned(

@@ -23,12 +23,21 @@ MIN_WIDTH, MAX_WIDTH = 40, 100  # columns
 Row = tuple[str, str]
 
 
-def report(diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Expectation], *, width: int) -> str:
-    """The whole text, with no line longer than `width` columns (40 at least)."""
+def report(
+    diagnosis: Diagnosis,
+    checks: Sequence[Check],
+    expected: Sequence[Expectation],
+    *,
+    width: int,
+    disk: float | None = None,
+) -> str:
+    """The whole text, with no line longer than `width` columns (40 at least). disk: bytes per second that the disk of
+    the models gives."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     sections = [
         ("machine", _machine(diagnosis)),
         ("CPU, measured", _processor(diagnosis)),
+        ("disk of the models, measured", [] if disk is None else [("direct reads", f"{gigabytes(disk)}/s")]),
         *((gpu.device, list(_gpu(gpu))) for gpu in diagnosis.gpus),
         ("GPUs together", list(_together(diagnosis))),
         ("software", software_rows(diagnosis.software, diagnosis.driver)),
@@ -40,12 +49,17 @@ def report(diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Exp
 
 
 def document(
-    diagnosis: Diagnosis, checks: Sequence[Check], expected: Sequence[Expectation], record: Record
+    diagnosis: Diagnosis,
+    checks: Sequence[Check],
+    expected: Sequence[Expectation],
+    record: Record,
+    disk: float | None = None,
 ) -> dict[str, Any]:
     """The report as JSON, in bytes, bytes per second and operations per second."""
     return {
         "version": __version__,
         **diagnosis.as_dict(),
+        "disk": disk,
         "rates": {device: vars(rates) for device, rates in diagnosis.rates.items()},
         "checks": [{**vars(check), "passed": check.passed} for check in checks],
         "expected": [expectation.as_dict() for expectation in expected],

@@ -57,6 +57,7 @@ class Placement:
     checkpoints: int = field(default=0, metadata={LATER: True})  # of each sequence's states
     expert_slots: int = field(default=0, metadata={LATER: True})  # on each device
     cpu_experts: int = field(default=0, metadata={LATER: True})
+    expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, see `Sizing.expert_rows`
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -173,6 +174,7 @@ class _Filling:
             staging_tiles=NUM_STAGING,
             expert_slots=slots,
             cpu_experts=self._cpu_experts,
+            expert_rows=sizing.expert_rows(self.capacity),
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -239,7 +241,7 @@ class _Filling:
             sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
         if "kv" in self.offload:
             sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
-            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
+            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * sizing.expert_rows(self.capacity))
         return _some(sizing.of_all(sizes) | self._of_tiles(tiles))
 
     def _of_tiles(self, tiles: int) -> dict[str, int]:

@@ -354,10 +354,10 @@ def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring])
     return [found[layer] for layer in layers]
 
 
-def resident_rows(decoder: Decoder, block: int) -> ResidentRows:
+def resident_rows(decoder: Decoder, block: int, together: int | None = None) -> ResidentRows:
     """Hidden rows of a prefill on the device, in memory of their own."""
     config, dtype = decoder.config, decoder.weights.embedding.dtype
-    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block)
+    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block, together=together)
 
 
 def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:

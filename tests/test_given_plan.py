@@ -49,6 +49,7 @@ LATER = {  # plans of before do not have them
     ("placement", "expert_slots"): 0,
     ("predicted", "draft_acceptance"): 0.5,
     ("placement", "cpu_experts"): 0,
+    ("placement", "expert_rows"): 512,
     ("predicted", "missed_bytes"): 0,
     ("predicted", "hit_rate"): 1.0,
 }

@@ -21,13 +21,15 @@ KV_ROWS = 16  # rows that attend to the quantised cache at a time
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
 
 
-def fixed_bytes(sizing: Sizing, capacity: int, composition: Composition, *, first: bool = True) -> dict[str, int]:
+def fixed_bytes(
+    sizing: Sizing, capacity: int, composition: Composition, *, first: bool = True, streamed: bool = False
+) -> dict[str, int]:
     """Bytes that do not depend on the placement of layers and tiles, by purpose, on the first device or on each
-    other one, which has neither head nor draft."""
+    other one, which has neither head nor draft. streamed: weights may be on the host."""
     sizes = {
         "target embeddings": sizing.embedding_bytes - (0 if first else sizing.head_bytes),
         "rope tables": _rope_bytes(sizing, sizing.target, capacity),
-        "workspace": _workspace(sizing, capacity, composition.gamma if first else None),
+        "workspace": _workspace(sizing, capacity, composition.gamma if first else None, streamed=streamed),
     }
     if sizing.target.windowed:
         sizes["window cache"] = sizing.window_bytes(sizing.window_pages(capacity) * PAGE_TOKENS)
@@ -74,14 +76,14 @@ def _rope_bytes(sizing: Sizing, model: ModelConfig, capacity: int) -> int:
     return sum(dim for _, dim in model.tables) * 2 * (capacity + MAX_ROWS) * sizing.itemsize
 
 
-def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
+def _workspace(sizing: Sizing, capacity: int, gamma: int | None, *, streamed: bool) -> int:
     """Bytes of the largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities.
     gamma: None without logits."""
     target, item, heads = sizing.shard, sizing.itemsize, max(sizing.shard.head_counts)
     tile_tokens = sizing.tile_tokens(capacity)
-    block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
-        _network_bytes(sizing, kind, sizing.expert_rows(capacity)) for kind, _ in target.kinds
-    )
+    expert_rows = sizing.expert_rows(capacity, streamed=streamed)
+    block = PREFILL_BLOCK * 6 * target.hidden_size * item
+    block += max(_network_bytes(sizing, kind, expert_rows) for kind, _ in target.kinds)
     beside = [kind.block.beside for kind, _ in target.kinds if kind.block.beside is not None]
     block += PREFILL_BLOCK * max((sum(own.parts) + own.out_size for own in beside), default=0) * item
     block += PREFILL_BLOCK * max(_widened_size(kind) for kind, _ in target.kinds) * item

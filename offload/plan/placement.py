@@ -174,7 +174,7 @@ class _Filling:
             staging_tiles=NUM_STAGING,
             expert_slots=slots,
             cpu_experts=self._cpu_experts,
-            expert_rows=sizing.expert_rows(self.capacity),
+            expert_rows=self._expert_rows,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -241,7 +241,7 @@ class _Filling:
             sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
         if "kv" in self.offload:
             sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
-            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * sizing.expert_rows(self.capacity))
+            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * self._expert_rows)
         return _some(sizing.of_all(sizes) | self._of_tiles(tiles))
 
     def _of_tiles(self, tiles: int) -> dict[str, int]:
@@ -292,13 +292,18 @@ class _Filling:
         """Bytes of the embedding's table if it is on the host."""
         return self.sizing.table_bytes if self.offload and self.sizing.may_embed_on_host else 0
 
+    @property
+    def _expert_rows(self) -> int:
+        return self.sizing.expert_rows(self.capacity, streamed="weights" in self.offload)
+
     @cached_property
     def _fixed(self) -> dict[str, int]:
-        return fixed_bytes(self.sizing, self.capacity, self.composition)
+        return fixed_bytes(self.sizing, self.capacity, self.composition, streamed="weights" in self.offload)
 
     @cached_property
     def _fixed_of_others(self) -> dict[str, int]:
-        return fixed_bytes(self.sizing, self.capacity, self.composition, first=False)
+        streamed = "weights" in self.offload
+        return fixed_bytes(self.sizing, self.capacity, self.composition, first=False, streamed=streamed)
 
     @cached_property
     def _of_head(self) -> tuple[int, int]:

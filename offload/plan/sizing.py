@@ -140,10 +140,10 @@ class Sizing:
         """The most rows of a pass that are computed together."""
         return CPU_ROWS if self.hardware.is_cpu else BLOCK_ROWS
 
-    def expert_rows(self, capacity: int) -> int:
-        """Rows of a prefill over which a layer's experts run at once: whole blocks, and so many that experts are
-        fetched, read and decoded seldom. A block where torch's operators run them: other rows would change a row's
-        bits."""
+    def expert_rows(self, capacity: int, *, streamed: bool = False) -> int:
+        """Rows of a prefill over which a layer's experts run at once: whole blocks, on a CPU so many that experts are
+        decoded seldom, on a GPU so many that they are fetched seldom, if they are `streamed`. A block where torch's
+        operators run them: other rows would change a row's bits."""
         experts, hardware = self.shard.experts, self.hardware
         if experts is None:
             return PREFILL_BLOCK
@@ -151,7 +151,7 @@ class Sizing:
             runs, most = runs_experts(self.shard, hardware), CPU_EXPERT_ROWS
             most = min(most, _ROWS_OF_EXPERT * experts.count // experts.used)
         else:
-            runs, most = hardware.has_kernels and self.itemsize == 2, GPU_EXPERT_ROWS
+            runs, most = streamed and hardware.has_kernels and self.itemsize == 2, GPU_EXPERT_ROWS
         made = experts.used * (experts.network.size + experts.row_size(self.shard.hidden_size)) * self.itemsize
         blocks = min(most, _EXPERT_ROOM // made) // PREFILL_BLOCK
         return PREFILL_BLOCK * (max(min(blocks, -(-capacity // PREFILL_BLOCK)), 1) if runs else 1)

@@ -27,7 +27,7 @@ from offload.kernels.experts_host import run_on_host
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
-from offload.plan.sizing import Sizing
+from offload.plan.sizing import BLOCK_ROWS, Sizing
 from offload.speed.cpu_pass import CpuPass, shares_experts
 from offload.speed.curves import ROWS, Curve, Curves
 from offload.speed.hardware import RTX_4090, Hardware
@@ -169,6 +169,24 @@ class TestThePlan:
         made = planned(linked(2.0, device_free_bytes=40 * 10**9), Options(cpu_experts=3))
         assert any("--cpu-experts 3 is not used: no experts are on the host" in note for note in made.notes)
 
+    @pytest.mark.parametrize(("has_kernels", "rows", "groups"), [(True, 5632, 4), (False, 512, 40)])
+    def test_fetches_experts_once_for_the_rows_of_a_prompt_that_run_at_once(
+        self, has_kernels: bool, rows: int, groups: int
+    ) -> None:
+        """As many as what experts make of them has 512 MiB for; a block where torch's operators run them."""
+        options = Options(cpu_experts=0, speculation=False, dtype="bf16")
+        sizes = {"num_prompt_tokens": 20480 + BLOCK_ROWS, "max_tokens": 100}
+        both = (linked(rate, has_kernels=has_kernels) for rate in (2.0, 1.0))
+        fast, slow = (Request(MIXTURE, None, options, each).plan(**sizes) for each in both)
+        assert fast.placement.expert_rows == slow.placement.expert_rows == rows
+        more = slow.predicted.prefill_seconds - fast.predicted.prefill_seconds
+        experts = Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes
+        assert more == pytest.approx(groups * experts / 2e9, rel=0.02)
+
+    def test_lets_experts_that_all_stay_have_the_memory(self) -> None:
+        made = planned(linked(25.0, has_kernels=True, device_free_bytes=40 * 10**9))
+        assert (made.placement.expert_slots, made.placement.expert_rows) == (0, 512)
+
     def test_estimates_more_seconds_for_more_rows(self) -> None:
         sizing = Sizing(MIXTURE, None, Options(), GPU, "bf16")
         found = [CpuPass(MIXTURE.layer(0), 2, sizing.curves).experts(rows) for rows in ROWS]
@@ -290,6 +308,15 @@ class TestSeconds:
             assert own == pytest.approx(distinct * layer.expert_bytes(2) * 1e-9)
             assert CpuPass(layer, 2, steep).experts(rows) == pytest.approx(own * rows * experts.used / distinct)
         assert CpuPass(llama_shaped("llama", 99, 64, 64, 2, 4, 4, 16, 999), 2, flat).experts(1) == 0.0
+
+    def test_of_a_prefill_are_those_of_products_and_of_making_experts_numbers_for_each_group_of_rows(self) -> None:
+        own, products = CpuPass(MIXTURE.layer(0), 2, replace(CURVES, pair=0.0)), 3 * 1408 * 4096 * CURVES.product
+        dense = 4096 * MIXTURE.layer(0).layer_matrix_elements() * CURVES.product
+        for group in (512, 2048, 4096):
+            distinct = 4096 // group * distinct_experts(Experts(FeedForward(1408), 128, 8), group)
+            made = products * (8 * 4096 + 16 * distinct) / 0.85
+            assert own.prefill(4096, group) == pytest.approx(dense + made, rel=1e-3)
+        assert own.prefill(4097, 4096) - own.prefill(4096, 4096) > 16 * 8 * products  # one row more wants eight experts
 
     def test_are_measured_for_a_gpu_that_may_leave_some_to_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         best()

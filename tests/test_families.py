@@ -109,6 +109,19 @@ def test_every_family_has_models_here() -> None:
 
 
 @pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if any("expert" in field for field in TINY[name].fields)])
+@pytest.mark.few(len(FIRST))
+def test_experts_run_over_the_rows_of_several_blocks_and_no_bit_changes(
+    folders: Callable[[str], Path], name: str, dtype: torch.dtype, operators: str
+) -> None:
+    tokens, decoder = random_tokens(LENGTH), load(folders(name), dtype=dtype, kernels=of(operators))
+    wanted = in_prefill(decoder, target_cache(decoder, SIZES), tokens, 8)
+    for together in (16, 40, 48):
+        assert torch.equal(in_prefill(decoder, target_cache(decoder, SIZES), tokens, 8, together), wanted)
+
+
+@pytest.mark.parametrize("operators", OPERATORS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.few(len(FIRST))
 def test_prefill_decoding_and_both_mixed_give_the_logits_of_transformers(

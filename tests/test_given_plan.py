@@ -52,6 +52,7 @@ LATER = {  # plans of before do not have them
     ("placement", "shares_experts"): False,
     ("placement", "expert_places"): 0,
     ("predicted", "read_bytes"): 0,
+    ("placement", "expert_rows"): 512,
     ("predicted", "missed_bytes"): 0,
     ("predicted", "hit_rate"): 1.0,
 }

@@ -203,7 +203,7 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     )
     arranged = compiled(
         programs.arrange_pairs, capability, dict.fromkeys(("chosen", "pair_of", "expert_of"), "*i32"),
-        {"EXPERTS": count, "PADDED": padded_more, "ROWS": ROWS[0], "BLOCK": PAIRS},
+        {"EXPERTS": count, "PADDED": padded_more, "ROWS": ROWS[0], "BLOCK": PAIRS[1]},
     )  # fmt: skip
     summed = compiled(
         programs.sum_pairs, capability,

@@ -56,7 +56,7 @@ def worked_on(rows: HiddenRows, num_rows: int, num_layers: int, *, seed: int = 0
     last, done = torch.empty(num_rows, 4), count()
     rows.begin(num_rows)
     for layer in range(num_layers):
-        for start, block in rows.blocks(layer):
+        for start, block in rows.groups(layer):
             if layer == 0:
                 block.copy_(first[start : start + len(block)])
             if next(done) == after:
@@ -106,7 +106,7 @@ def test_the_next_blocks_are_on_their_way_while_one_is_worked_on() -> None:
     link = LateLink(late_in=True, late_out=False)
     rows = streamed(link, num_layers=2)
     rows.begin(5 * BLOCK)
-    coming = [link.num_coming for layer in range(2) for _ in rows.blocks(layer)]
+    coming = [link.num_coming for layer in range(2) for _ in rows.groups(layer)]
     assert coming == [0, 0, 0, 1, 2, *[2] * 3, 1, 0]
 
 

@@ -92,12 +92,13 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 @torch.inference_mode()
-def in_prefill(decoder: Decoder, cache: Cache, tokens: list[int], prefill_block: int) -> Tensor:
-    """The logits of all rows of one forward in phase "prefill"."""
+def in_prefill(
+    decoder: Decoder, cache: Cache, tokens: list[int], prefill_block: int, together: int | None = None
+) -> Tensor:
+    """The logits of all rows of one forward in phase "prefill". together: rows over which experts run at once."""
     parts = list[Tensor]()
-    decoder.prefill(
-        cache, tokens, resident_rows(decoder, prefill_block), on_hidden=lambda start, x: parts.append(x.clone())
-    )
+    rows = resident_rows(decoder, prefill_block, together)
+    decoder.prefill(cache, tokens, rows, on_hidden=lambda start, x: parts.append(x.clone()))
     return decoder.logits(torch.cat(parts))
 
 

@@ -107,7 +107,11 @@ class CountedRows:
         self.plan, self.levels = (
             SimpleNamespace(
                 placement=SimpleNamespace(
-                    rows=num_last, prefill_block=prefill_block, host_bytes={}, link_bytes_per_second=None
+                    rows=num_last,
+                    prefill_block=prefill_block,
+                    expert_rows=prefill_block,
+                    host_bytes={},
+                    link_bytes_per_second=None,
                 ),
                 request=SimpleNamespace(num_prompt_tokens=100, num_devices=1),
                 predicted=SimpleNamespace(prefill_seconds=1.0),
@@ -240,6 +244,16 @@ def test_a_span_takes_ten_seconds_or_as_long_as_weights_cross_the_link_twice(
     assert span_tokens(plan) == tokens
     plan.placement.__dict__.update(link_bytes_per_second=None)
     assert span_tokens(plan) <= tokens
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tokens"), [(200.0, 6), (10.1, 104), (9.9, 104), (20.0, 56), (150.0, 8), (126.0, 8)]
+)
+def test_a_span_of_more_rows_than_experts_run_over_at_once_is_a_multiple_of_those(seconds: float, tokens: int) -> None:
+    plan = cached([])._worker.plan
+    plan.predicted.__dict__.update(prefill_seconds=seconds)
+    plan.placement.__dict__.update(expert_rows=8)
+    assert span_tokens(plan) == tokens
 
 
 # Engines that reuse rows.

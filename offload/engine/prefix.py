@@ -270,10 +270,13 @@ def _num_with_the_same_bits(*workers: Worker) -> int:
 
 def span_tokens(plan: Plan) -> int:
     """The tokens of a span of a prefill, after which its rows stay: whole blocks for SPAN_SECONDS, or for
-    SPAN_TRANSFERS times as long as the weights that stream cross the link, which they do once more in each span."""
+    SPAN_TRANSFERS times as long as the weights that stream cross the link, which they do once more in each span. Of
+    more rows than experts run over at once, a multiple of those."""
     placement, whole = plan.placement, plan.predicted.prefill_seconds
     streamed = sum(placement.host_bytes.get(name, 0) for name in ("target layers", "target experts"))
     each, rate = streamed / plan.request.num_devices, placement.link_bytes_per_second
     seconds = max(SPAN_SECONDS, SPAN_TRANSFERS * each / rate if rate else 0.0)
     share = seconds / whole if whole else 1.0  # over 1 for a prompt that is longer than the planned one
-    return max(math.ceil(share * plan.request.num_prompt_tokens / placement.prefill_block), 1) * placement.prefill_block
+    tokens = share * plan.request.num_prompt_tokens
+    step = placement.expert_rows if tokens > placement.expert_rows else placement.prefill_block
+    return max(math.ceil(tokens / step), 1) * step

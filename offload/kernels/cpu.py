@@ -37,7 +37,7 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-VERSION = 36  # of the kernels: sessions and measured times are of one
+VERSION = 37  # of the kernels: sessions and measured times are of one
 ABI = 1000 * VERSION + len(KINDS)  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
@@ -73,6 +73,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
             ShortConvolution: partial(convolution_cpu.short_convolution, kernels=own),
         },
         experts=partial(experts_cpu.run_experts, kernels=own),
+        prefill_experts=partial(experts_cpu.run_many, kernels=own),
         quantise=partial(quantised.encode, kernels=own),
         quantise_kv=partial(quantised_kv.encode, kernels=own),
         unpack_numbers=partial(packed.unpack_numbers, kernels=own),

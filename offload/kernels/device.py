@@ -125,6 +125,8 @@ class DeviceKernels:
     )
     # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
     experts: RunExperts | None = None
+    # The same for any number of a prefill's rows: bits depend on the row alone, and may be others than in a pass.
+    prefill_experts: RunExperts | None = None
     # The codes of a weight, [outputs, inputs] contiguous: see `formats.quantised.encode`.
     quantise: Callable[[Tensor, Codes], None] = _refused
     # See `formats.quantised_kv.encode`, `formats.packed` and `formats.residuals`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -22,9 +22,10 @@ from offload.kernels.products import Step, address, structure_of, widened_floats
 from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
 
-MOST_ROWS = 512  # at a time
+MOST_ROWS = 512  # at a time, of a pass
 _LINE = 64  # bytes
-_Parts = list[tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each piece of scratch
+_COLUMNS = 32  # outputs of a panel, at most
+_Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each piece of scratch, in their order
 _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out meanwhile
 
 
@@ -48,8 +49,25 @@ def run_experts(
     out = torch.empty_like(rows if latents is None else latents)
     besides, reads = (repeat(None) if each is None else each.split(MOST_ROWS) for each in (beside, latents))
     for some, other, read, to in zip(rows.split(MOST_ROWS), besides, reads, out.split(MOST_ROWS), strict=False):
-        with _scratch(_parts(mixture.experts, len(some), rows.shape[1], rows.dtype)) as scratch:
-            _run(mixture, homes, some, read, other, to, scratch, kernels)
+        _run(mixture, homes, some, read, other, to, kernels)
+    return out
+
+
+def run_many(
+    mixture: Mixture,
+    homes: ExpertHomes,
+    rows: Tensor,
+    beside: Tensor | None = None,
+    real: Tensor | None = None,
+    latents: Tensor | None = None,
+    *,
+    kernels: Library,
+) -> Tensor:
+    """The same for a prefill's rows, all at once, by products of many rows (native/panels.h): an expert's numbers are
+    made once for all of its rows, and rounded to the dtype. Temporary memory: `scratch_bytes` of the rows."""
+    assert real is None
+    out = torch.empty_like(rows if latents is None else latents)
+    _run(mixture, homes, rows, latents, beside, out, kernels, many=True)
     return out
 
 
@@ -74,7 +92,7 @@ def run_share(
     assert rows.shape[1] % EXPERT_ALIGNMENT == 0
     pairs, made = list[Tensor](), list[Tensor]()
     for some, own in zip(rows.split(MOST_ROWS), chosen.split(MOST_ROWS), strict=True):
-        parts = _share_parts(experts.network, own.numel(), experts.count, rows.shape[1], rows.dtype)
+        parts = _share_parts(experts.network, own.numel(), experts.count, rows.shape[1], rows.dtype, widens=True)
         with _scratch(parts) as scratch:
             found, of_pairs = _run_share(experts, bank, places, some, own, scratch, fixed, kernels)
         pairs.append(found + MOST_ROWS * len(pairs) * chosen.shape[1])
@@ -82,55 +100,57 @@ def run_share(
     return (pairs[0], made[0]) if len(pairs) == 1 else (torch.cat(pairs), torch.cat(made))
 
 
-def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of temporary memory for `num_rows` rows."""
-    return _total_bytes(_parts(experts, num_rows, hidden_size, dtype))
-
-
-@contextmanager
-def _scratch(parts: _Parts) -> Iterator[list[Tensor]]:
-    """Scratch of these parts, kept for the next call."""
-    need = _total_bytes(parts)
-    memory = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
-    if len(memory) < need:
-        memory = torch.empty(need, dtype=torch.uint8)
-    yield list(_views(memory, parts))
-    _spare[:] = [memory]
+def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, dtype: torch.dtype, *, threads: int = 0) -> int:
+    """Bytes of temporary memory for `num_rows` rows of a pass, or of a prefill on so many threads."""
+    return _total_bytes(_parts(experts, num_rows, hidden_size, dtype, threads))
 
 
 def _total_bytes(parts: _Parts) -> int:
-    return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts)
+    return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts.values())
 
 
-def _share_parts(network: FeedForward, pairs: int, count: int, row: int, dtype: torch.dtype) -> _Parts:
-    """The shapes and dtypes of scratch for `pairs` pairs of a row of `row` numbers and one of `count` experts: the rows
-    within and those made, both widened, and three lists of lines."""
+def _share_parts(network: FeedForward, pairs: int, count: int, row: int, dtype: torch.dtype, *, widens: bool) -> _Parts:
+    """The shapes and dtypes of scratch for `pairs` pairs of a row of `row` numbers and one of `count` experts. widens:
+    whether products widen rows."""
     lines, size = pairs + min(pairs, count) * (EXPERT_ALIGNMENT - 1), network.size
     floats, integers = torch.float32, torch.int32
-    return [
-        ((lines, size), dtype), ((lines, row), dtype),
-        *(((widened_floats(lines, inputs),), floats) for inputs in (row, row, size)),
-        ((pairs,), integers), ((lines,), integers), ((lines,), integers), ((2, count), integers),
-    ]  # fmt: skip
+    parts: _Parts = {"inner": ((lines, size), dtype), "made": ((lines, row), dtype)}
+    if widens:
+        widened = (("first", row), ("second", row), ("third", size))
+        parts |= {name: ((widened_floats(lines, inputs),), floats) for name, inputs in widened}
+    lists = {"line_of": (pairs,), "row_of": (lines,), "expert_of": (lines,), "starts": (2, count)}
+    return parts | {name: (shape, integers) for name, shape in lists.items()}
 
 
-def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype) -> _Parts:
-    """The scratch of `_share_parts`, and rows that are scored, scores, chosen experts and their weights, for
-    `_run`."""
-    pairs, floats = num_rows * experts.used, torch.float32
-    return [
-        *_share_parts(experts.network, pairs, experts.count, experts.row_size(hidden), dtype),
-        ((num_rows, hidden), floats), ((num_rows, experts.num_scores), floats), ((pairs,), torch.int32),
-        ((pairs,), floats),
-    ]  # fmt: skip
+def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype, threads: int = 0) -> _Parts:
+    """The same for `_run`, with what routes rows. threads: of a prefill."""
+    row, pairs = experts.row_size(hidden), num_rows * experts.used
+    parts = _share_parts(experts.network, pairs, experts.count, row, dtype, widens=not threads)
+    if threads:
+        parts["laid"] = (num_rows, row), dtype
+        parts["decoded"] = (threads, 2, _COLUMNS, max(row, experts.network.size)), dtype
+    return parts | {
+        "normed": ((num_rows, hidden), torch.float32),
+        "scores": ((num_rows, experts.num_scores), torch.float32),
+        "chosen": ((num_rows, experts.used), torch.int32),
+        "weights": ((pairs,), torch.float32),
+    }
 
 
-def _views(scratch: Tensor, parts: _Parts) -> Iterator[Tensor]:
-    start = 0
-    for shape, dtype in parts:
+@contextmanager
+def _scratch(parts: _Parts) -> Iterator[Mapping[str, Tensor]]:
+    """Scratch for a call. It is kept for the next one."""
+    need = _total_bytes(parts)
+    block = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
+    if len(block) < need:
+        block = torch.empty(need, dtype=torch.uint8)
+    views, start = {}, 0
+    for name, (shape, dtype) in parts.items():
         num_bytes = math.prod(shape) * dtype.itemsize
-        yield scratch[start : start + num_bytes].view(dtype).view(shape)
+        views[name] = block[start : start + num_bytes].view(dtype).view(shape)
         start += _padded(num_bytes)
+    yield views
+    _spare[:] = [block]
 
 
 def _padded(num_bytes: int) -> int:
@@ -144,8 +164,9 @@ def _run(
     latents: Tensor | None,
     beside: Tensor | None,
     out: Tensor,
-    scratch: list[Tensor],
     kernels: Library,
+    *,
+    many: bool = False,
 ) -> None:
     experts, router, norm = mixture.experts, mixture.router, mixture.norm
     read, own_norm = (rows, norm) if latents is None else (latents, None)
@@ -155,51 +176,52 @@ def _run(
     assert router.matrix.is_contiguous()
     assert router.matrix.dtype == torch.float32
     assert beside is None or beside.is_contiguous()
-    *of_share, normed, scores, chosen, weights = scratch
-    bank = homes.bank
-    gate, down = _steps(experts.network, bank.places[0], read, own_norm, of_share)
-    structure = native.Experts(
-        scored=structure_of(replace(gate, x=rows, norm=router.norm or norm), of_share[2:4]),
-        **_share_fields(experts, bank, gate, down, of_share),
-        router=address(router.matrix),
-        router_bias=address(router.bias),
-        router_scale=address(router.scale),
-        normed=normed.data_ptr(),
-        scores=scores.data_ptr(),
-        chosen=chosen.data_ptr(),
-        weights=weights.data_ptr(),
-        beside=address(beside),
-        out=out.data_ptr(),
-        used=experts.used,
-        num_scores=experts.num_scores,
-        renormalised=experts.renormalised,
-        sigmoid=experts.scoring == "sigmoid",
-        biased=experts.bias == "scores",
-        needs_softmax=experts.needs_softmax,
-        ranks_scores=experts.ranks_scores,
-        groups=experts.groups,
-        groups_used=experts.groups_used,
-        group_best=experts.group_best,
-        floored=experts.floored,
-        rounds_scores=experts.rounded != "none",
-        rounds_shares=experts.rounded == "shares",
-        score_scale=experts.score_scale,
-        score_cap=experts.score_cap or 0.0,
-        **dict(zip(("factor", "sum_factor", "both_factor"), experts.factors, strict=True)),
-        eps=experts.eps,
-    )
-    dtype, at, threads = DTYPES[rows.dtype], ctypes.byref(structure), torch.get_num_threads()
-    kernels.library.route(dtype, at, len(rows), threads)
-    found = chosen.view(len(rows), experts.used)
-    for batch in homes.batches(found):
-        if batch.bank is not bank:
-            bank = batch.bank
-            steps = _steps(experts.network, bank.places[0], read, own_norm, of_share)
-            for name, value in _share_fields(experts, bank, *steps, of_share).items():
-                setattr(structure, name, value)
-        structure.bank_place = batch.places.data_ptr()
-        kernels.library.run_experts(dtype, at, threads)
-    kernels.library.sum_experts(dtype, at, len(rows), threads)
+    threads, bank = torch.get_num_threads(), homes.bank
+    with _scratch(_parts(experts, len(rows), rows.shape[1], rows.dtype, threads if many else 0)) as scratch:
+        gate, down = _steps(experts.network, bank.places[0], read, own_norm, scratch)
+        routed = ("normed", "scores", "chosen", "weights", *(("laid", "decoded") if many else ()))
+        structure = native.Experts(
+            scored=structure_of(replace(gate, x=rows, norm=router.norm or norm), _widened(scratch)),
+            **_share_fields(experts, bank, gate, down, scratch),
+            router=address(router.matrix),
+            router_bias=address(router.bias),
+            router_scale=address(router.scale),
+            **{name: scratch[name].data_ptr() for name in routed},
+            beside=address(beside),
+            out=out.data_ptr(),
+            used=experts.used,
+            num_scores=experts.num_scores,
+            renormalised=experts.renormalised,
+            sigmoid=experts.scoring == "sigmoid",
+            biased=experts.bias == "scores",
+            needs_softmax=experts.needs_softmax,
+            ranks_scores=experts.ranks_scores,
+            groups=experts.groups,
+            groups_used=experts.groups_used,
+            group_best=experts.group_best,
+            floored=experts.floored,
+            rounds_scores=experts.rounded != "none",
+            rounds_shares=experts.rounded == "shares",
+            score_scale=experts.score_scale,
+            score_cap=experts.score_cap or 0.0,
+            **dict(zip(("factor", "sum_factor", "both_factor"), experts.factors, strict=True)),
+            eps=experts.eps,
+        )
+        dtype, at, to_lay = DTYPES[rows.dtype], ctypes.byref(structure), len(rows)
+        kernels.library.route(dtype, at, len(rows), threads)
+        for batch in homes.batches(scratch["chosen"]):
+            if batch.bank is not bank:
+                bank = batch.bank
+                steps = _steps(experts.network, bank.places[0], read, own_norm, scratch)
+                for name, value in _share_fields(experts, bank, *steps, scratch).items():
+                    setattr(structure, name, value)
+            structure.bank_place = batch.places.data_ptr()
+            if many:
+                kernels.library.run_many_experts(dtype, at, to_lay, threads)
+                to_lay = 0
+            else:
+                kernels.library.run_experts(dtype, at, threads)
+        kernels.library.sum_experts(dtype, at, len(rows), threads)
 
 
 def _run_share(
@@ -208,7 +230,7 @@ def _run_share(
     places: Tensor,
     rows: Tensor,
     chosen: Tensor,
-    scratch: list[Tensor],
+    scratch: Mapping[str, Tensor],
     fixed: bool,
     kernels: Library,
 ) -> tuple[Tensor, Tensor]:
@@ -236,26 +258,32 @@ def _steps(
     first: ExpertWeights,
     read: Tensor,
     norm: NormWeights | None,
-    scratch: list[Tensor],
+    scratch: Mapping[str, Tensor],
     fixed: bool = False,
 ) -> tuple[Step, Step]:
     """The products of an expert over rows `read`: with gate and up, and with down."""
-    inner, made = scratch[:2]
+    inner, made = scratch["inner"], scratch["made"]
     gate = Step(read, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation, fixed=fixed)
     if first.gate is not None:
         gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
     return gate, Step(inner, first.down, first.down_bias, made, fixed=fixed)
 
 
-def _share_fields(experts: Experts, bank: Bank, gate: Step, down: Step, scratch: list[Tensor]) -> dict[str, Any]:
+def _share_fields(
+    experts: Experts, bank: Bank, gate: Step, down: Step, scratch: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """The fields of native.Experts for what experts make of their rows. scratch: of `_share_parts`."""
-    _, made, first_widened, second_widened, inner_widened, *lists = scratch
-    names = "line_of", "row_of", "expert_of", "starts"
+    first, second, third = _widened(scratch)
     return {
-        "gate_up": structure_of(gate, (first_widened, second_widened)),
-        "down": structure_of(down, (inner_widened, inner_widened)),
+        "gate_up": structure_of(gate, (first, second)),
+        "down": structure_of(down, (third, third)),
         "step": bank.step,
         "count": experts.count,
-        "lines": len(made),
-        **{name: each.data_ptr() for name, each in zip(names, lists, strict=True)},
+        "lines": len(scratch["made"]),
+        **{name: scratch[name].data_ptr() for name in ("line_of", "row_of", "expert_of", "starts")},
     }
+
+
+def _widened(scratch: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    """Scratch for widened rows of gate, of up and of down; any where nothing is widened."""
+    return [scratch.get(name, scratch["made"]) for name in ("first", "second", "third")]

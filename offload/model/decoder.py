@@ -29,7 +29,7 @@ from offload.model.heads import norms_over_ranks
 from offload.model.layer import MixRows
 from offload.model.layer_inputs import LayerInputs
 from offload.model.native_layers import NativeLayers
-from offload.model.sums import Due, OneRank, Sums
+from offload.model.sums import OneRank, Sums, dues_of
 from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.embedding import Embedding
@@ -66,8 +66,9 @@ class Decoder:
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
         experts = weights.experts or (None,) * config.num_layers
-        layers = partial(TorchLayers, config, self._sums, kernels.gated, run_experts=self._run_experts)
-        self._operators, self._prefill = layers(experts), layers([*map(in_prefill, experts)])
+        layers = partial(TorchLayers, config, self._sums, kernels.gated)
+        self._operators = layers(experts, self._run_experts)
+        self._prefill = layers([*map(in_prefill, experts)], self._run_experts and kernels.prefill_experts)
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
@@ -198,21 +199,26 @@ class Decoder:
             ids = on_host.to(self.device)
             rows.begin(len(tokens))
             for layer, weights in enumerate(islice(self.weights.layers, num_layers)):
-                for start, x in rows.blocks(layer):
-                    own, given = slice(start, start + len(x)), None
+                for start, x in rows.groups(layer):
                     if layer == 0:
-                        self._embedded(ids[own], x)
-                    if self._inputs is not None:
-                        given = self._inputs.of_layer(layer, on_host[own], self._embedded(ids[own]))
-                    with self._due(x, [layer]):
-                        self._prefill.run(layer, weights, x, _mixing(cache), given=given)
-                    if on_hidden is not None and layer == num_layers - 1:
-                        on_hidden(start, x)
-                    poll()
-                    row_layers += len(x)
-                    on_tokens(row_layers // num_layers)
+                        for part, own in zip(x.split(rows.block), ids[start:].split(rows.block), strict=False):
+                            self._embedded(own, part)
+                    given, done = partial(self._given, layer, on_host[start:]), 0
+                    for count in self._prefill.run_blocks(layer, weights, x, _mixing(cache), rows.block, given):
+                        if on_hidden is not None and layer == num_layers - 1 and count > done:
+                            on_hidden(start + done, x[done:count])
+                        poll()
+                        row_layers, done = row_layers + count - done, count
+                        on_tokens(row_layers // num_layers)
             cache.advance(len(tokens))
             self.finish()
+
+    def _given(self, layer: int, tokens: Tensor, first: int, x: Tensor) -> Tensor | None:
+        """The input of a layer for a prefill's block x, from row `first` of the rows of `tokens` on, if it has one."""
+        if self._inputs is None:
+            return None
+        own = tokens[first : first + len(x)]
+        return self._inputs.of_layer(layer, own, self._embedded(own.to(self.device)))
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The tokens' embeddings as the first layer reads them: int64 [T] -> [T, hidden]."""
@@ -277,12 +283,9 @@ class Decoder:
         """Expect the sums over the ranks of `layers`: after the mixer and after the feed-forward network, and before
         the attention where heads are normed over ranks."""
         rows, hidden = x.shape
-        squares = [Due(rows, 2, torch.float32)] if norms_over_ranks(self.config, self._sums) else []
-        dues = list[Due]()
-        for block in (self.config.blocks[layer] for layer in layers):
-            dues += squares if block.attends else []
-            dues += [Due(rows, hidden)] * (block.has_mixer + (block.beside is not None))
-            dues += [Due(rows, hidden * (1 + block.joins))] if block.has_network else []
+        squares = norms_over_ranks(self.config, self._sums)
+        blocks = [self.config.blocks[layer] for layer in layers]
+        dues = [due for block in blocks for part in dues_of(block, rows, hidden, squares=squares) for due in part]
         return self._sums.due(dues, x)
 
 

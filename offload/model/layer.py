@@ -137,6 +137,28 @@ class Scale:
 LayerStep = Product | Attend | Recur | Mix | Join | Add | Gate | Scale
 
 
+def reads(step: LayerStep) -> frozenset[Operand]:
+    """The operands that a step reads."""
+    match step:
+        case Product():
+            return frozenset((step.read, "x") if step.ending == "add" else (step.read,))
+        case Attend():
+            return frozenset(("qkv",))
+        case Recur():
+            return frozenset((step.read,))
+        case Mix():
+            beside: tuple[Operand, ...] = ("beside",) if step.adds else ()
+            return frozenset(("x", *beside, *(("latent",) if step.mixture.experts.latent else ())))
+        case Join():
+            return frozenset(("made", "beside"))
+        case Add():
+            return frozenset(("x", step.read))
+        case Gate():
+            return frozenset(("gated",))
+        case _:
+            return frozenset(("x",))
+
+
 def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerStep]:
     """The steps of a layer. alone: one rank has the whole model, so products can be added to x without a sum over
     ranks."""

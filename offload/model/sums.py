@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from offload.config.block import Block
+
 
 class Due(NamedTuple):
     """An expected sum of [rows, width]. dtype: None for the dtype of the pass's rows."""
@@ -16,6 +18,14 @@ class Due(NamedTuple):
     rows: int
     width: int
     dtype: torch.dtype | None = None
+
+
+def dues_of(block: Block, rows: int, hidden: int, *, squares: bool) -> tuple[list[Due], list[Due]]:
+    """The sums of a layer of `rows` rows: those of its mixers, and of its network. squares: heads are normed over
+    ranks, so that sums of squares come before attention."""
+    mixers = [Due(rows, 2, torch.float32)] * (squares and block.attends)
+    mixers += [Due(rows, hidden)] * (block.has_mixer + (block.beside is not None))
+    return mixers, [Due(rows, hidden * (1 + block.joins))] * block.has_network
 
 
 class Sums(Protocol):

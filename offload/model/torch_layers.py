@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from offload.config.block import Block
 from offload.config.mixers import LOW_RANK_PARTS, Latent
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
@@ -17,10 +19,36 @@ from offload.kernels.experts_host import run_on_host
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
-from offload.model.layer import Add, Attend, Gate, Join, LayerStep, Mix, MixRows, Operand, Product, Recur, steps_of
-from offload.model.sums import OneRank, Sums
+from offload.model.layer import (
+    Add,
+    Attend,
+    Gate,
+    Join,
+    LayerStep,
+    Mix,
+    MixRows,
+    Operand,
+    Product,
+    Recur,
+    reads,
+    steps_of,
+)
+from offload.model.sums import Due, OneRank, Sums, dues_of
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, by_heads, product
+
+
+@dataclass
+class _Block:
+    """A block of a prefill's rows x [n, hidden], from row `first` on, with its operands between two parts of the work
+    on it."""
+
+    first: int
+    x: Tensor
+    operands: dict[Operand, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.operands = {"x": self.x}
 
 
 class TorchLayers:
@@ -55,30 +83,104 @@ class TorchLayers:
         not padding, for experts, see `RunExperts`. given: the layer's input [T, size], if it has one."""
         operands: dict[Operand, Tensor] = {"x": x}
         for step in self._steps_of(layer, weights):
-            match step:
-                case Product():
-                    self._multiply(step, operands, blocks)
-                case Attend():
-                    attend = partial(caches.attend, layer)
-                    if step.attention.latent is None:
-                        operands["mixed"] = self._attended(step, operands["qkv"], attend)
-                    else:
-                        operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
-                case Recur():
-                    rows = _widened(step, operands[step.read], blocks)
-                    operands[step.out] = caches.recur(layer, rows, step.weights)
-                case Mix():
-                    operands[step.out] = self._mixed(layer, step, operands, blocks, real)
-                case Join():
-                    operands["made"] = step(operands["made"], operands["beside"], self._sums)
-                case Add():
-                    part = operands[step.read]
-                    add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
-                case Gate():
-                    assert given is not None
-                    operands["gated"] = operands["gated"] * given
-                case _:
-                    x *= step.factor
+            self._run(layer, step, operands, caches, blocks, real, given)
+
+    def run_blocks(
+        self,
+        layer: int,
+        weights: LayerWeights,
+        x: Tensor,
+        caches: MixRows,
+        block: int,
+        given: Callable[[int, Tensor], Tensor | None],
+    ) -> Iterator[int]:
+        """Run a layer on a prefill's rows x [T, hidden], in place, `block` rows at a time, but its experts over all of
+        them where kernels run these. Yields how many rows are done after each part of the work, where a prefill may be
+        left: a block's steps up to the experts, and those behind them. given: the layer's input of a block [n, hidden]
+        by its first row."""
+        own, steps, done = self._config.blocks[layer], self._steps_of(layer, weights), 0
+        blocks = [_Block(first, rows) for first, rows in zip(range(0, len(x), block), x.split(block), strict=True)]
+        last, mixer = steps, list[Due]()
+        if self._run_experts is not None and own.experts is not None and len(blocks) > 1:
+            at = next(number for number, step in enumerate(steps) if isinstance(step, Mix))
+            first, mix, last = steps[:at], steps[at], steps[at + 1 :]
+            assert isinstance(mix, Mix)
+            held = {name for step in steps[at:] for name in reads(step)}
+            for each in blocks:
+                mixer = [] if own.side_by_side else self._dues(own, each)[0]
+                with self._sums.due(mixer, x):
+                    self._run_steps(layer, first, each, caches, given)
+                each.operands = {name: rows for name, rows in each.operands.items() if name in held}
+                yield done
+            self._mix_blocks(layer, mix, x, blocks)
+        for each in blocks:
+            due = [part for parts in self._dues(own, each) for part in parts]
+            with self._sums.due(due[len(mixer) :], x):
+                self._run_steps(layer, last, each, caches, given)
+            each.operands.clear()
+            done += len(each.x)
+            yield done
+
+    def _dues(self, own: Block, block: _Block) -> tuple[list[Due], list[Due]]:
+        return dues_of(own, *block.x.shape, squares=norms_over_ranks(self._config, self._sums))
+
+    def _run_steps(
+        self,
+        layer: int,
+        steps: Sequence[LayerStep],
+        block: _Block,
+        caches: MixRows,
+        given: Callable[[int, Tensor], Tensor | None],
+    ) -> None:
+        found = given(block.first, block.x) if any(isinstance(step, Gate) for step in steps) else None
+        for step in steps:
+            self._run(layer, step, block.operands, caches, given=found)
+
+    def _mix_blocks(self, layer: int, step: Mix, x: Tensor, blocks: Sequence[_Block]) -> None:
+        """Run a mixture over the rows of all blocks, x."""
+        joined: dict[Operand, Tensor] = {"x": x}
+        for name in reads(step) - {"x"}:
+            joined[name] = torch.cat([each.operands.pop(name) for each in blocks])
+        made = self._mixed(layer, step, joined, None, None)
+        for each in blocks:
+            each.operands[step.out] = made[each.first : each.first + len(each.x)]
+
+    def _run(
+        self,
+        layer: int,
+        step: LayerStep,
+        operands: dict[Operand, Tensor],
+        caches: MixRows,
+        blocks: Sequence[int] | None = None,
+        real: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        """Run a step of a layer, see `run`."""
+        x = operands["x"]
+        match step:
+            case Product():
+                self._multiply(step, operands, blocks)
+            case Attend():
+                attend = partial(caches.attend, layer)
+                if step.attention.latent is None:
+                    operands["mixed"] = self._attended(step, operands["qkv"], attend)
+                else:
+                    operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
+            case Recur():
+                rows = _widened(step, operands[step.read], blocks)
+                operands[step.out] = caches.recur(layer, rows, step.weights)
+            case Mix():
+                operands[step.out] = self._mixed(layer, step, operands, blocks, real)
+            case Join():
+                operands["made"] = step(operands["made"], operands["beside"], self._sums)
+            case Add():
+                part = operands[step.read]
+                add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
+            case Gate():
+                assert given is not None
+                operands["gated"] = operands["gated"] * given
+            case _:
+                x *= step.factor
 
     def multiply(
         self, x: Tensor, linear: Linear, norm: NormWeights | None = None, blocks: Sequence[int] | None = None

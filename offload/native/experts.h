@@ -4,7 +4,7 @@
 // an expert lie together, so its weights are read once for all of them; a row's bits depend neither on the rows beside it
 // nor on threads. The sum over a row's experts runs in the order in which they were chosen, in fp32, and is rounded once.
 #pragma once
-#include "products.h"
+#include "panels.h"
 
 // scored: whose rows and norm are those that are scored; the rest of it is not used. gate_up, down: the products of the
 // expert at the beginning of a bank, x of the one being `rows` rows, and out of the one and x of the other scratch
@@ -13,7 +13,8 @@
 // fp32, of the experts and, if there are more scores, of the gate of what is beside. router_bias, router_scale: [count]
 // fp32, or null. Scratch: normed [rows, inputs], scores [rows, num_scores], line_of [rows, used], row_of and expert_of
 // [lines], starts [2, count]. chosen, weights: [rows, used], of each row the first rank first. beside: [rows, outputs],
-// added to the sum, or null. out: [rows, outputs]. inputs and outputs are multiples of 16. The numbers from `renormalised`
+// added to the sum, or null. out: [rows, outputs]. For `run_many`, laid: scratch for normed rows of the dtype, [rows,
+// inputs]; decoded: for each thread [2, panels::COLUMNS, the longer of inputs and inner] of it. inputs and outputs are multiples of 16. The numbers from `renormalised`
 // on are those of config.block.Experts; groups: at most 64; score_cap: 0 for none. factor, sum_factor, both_factor: its factors.
 struct Experts {
     Product scored, gate_up, down;
@@ -23,7 +24,7 @@ struct Experts {
     int32_t *line_of, *row_of, *expert_of, *starts, *chosen;
     float* weights;
     const void* beside;
-    void* out;
+    void *out, *laid, *decoded;
     int64_t step, count, num_scores, used, lines, renormalised, sigmoid, biased;
     int64_t needs_softmax, ranks_scores, groups, groups_used, group_best, floored, rounds_scores, rounds_shares;
     double score_scale, score_cap, factor, sum_factor, both_factor, eps;
@@ -266,6 +267,37 @@ void run(const Experts& e, int64_t how_many) {
         if (phase == 1) work_out<E>(e, e.gate_up, item / inner, item % inner);
         if (phase == 2 && is_here(item)) prepare<E>(e.down, item, item);
         if (phase == 3) work_out<E>(e, e.down, item / outer, item % outer);
+    });
+}
+
+// The same of many rows, by panels.h: numbers of stored matrices are rounded to the dtype. rows: how many there are, to
+// be laid before the first bank; 0 for others.
+template <class E>
+void run_many(const Experts& e, int64_t rows, int64_t how_many) {
+    using element = typename E::element;
+    const auto panels_of = [](const Product& p) { return (p.outputs + panels::COLUMNS - 1) / panels::COLUMNS; };
+    const int64_t inputs = e.gate_up.inputs, inner = panels_of(e.gate_up), outer = panels_of(e.down);
+    const int64_t room = 2 * panels::COLUMNS * (inputs > e.down.inputs ? inputs : e.down.inputs);
+    const int64_t counts[] = {rows, e.count * inner, e.count * outer};
+    const auto laid = static_cast<element*>(e.laid);
+    const auto made = static_cast<const element*>(e.gate_up.out);
+    threads::in_phases<panels::Local>(how_many, counts, 3, [&](int phase, int64_t item, panels::Local& local, int number) {
+        const auto decoded = static_cast<element*>(e.decoded) + number * room;
+        const auto work_out = [&](const Product& of_first, int64_t expert, int64_t panel, auto&& row) {
+            const int64_t count = e.starts[e.count + expert];
+            if (!count || e.bank_place[expert] < 0) return;
+            Product p = of_first;
+            move(p, e.step * e.bank_place[expert]);
+            panels::work_out<E>(p, e.starts[expert], count, panel, row, local, decoded);
+        };
+        if (phase == 0)
+            products::read_row<E>(e.gate_up, item, [&](auto&& read) {
+                for (int64_t at = 0; at < inputs; at += W) E::write(laid + item * inputs + at, read(int(at)));
+            });
+        if (phase == 1)
+            work_out(e.gate_up, item / inner, item % inner, [&](int64_t line) { return laid + e.row_of[line] * inputs; });
+        if (phase == 2)
+            work_out(e.down, item / outer, item % outer, [&](int64_t line) { return made + line * e.gate_up.out_stride; });
     });
 }
 

@@ -119,7 +119,8 @@ class Experts(ctypes.Structure):
         ("gate_up", Product),
         ("down", Product),
         *_pointers("bank_place", "router", "router_bias", "router_scale", "normed", "scores"),
-        *_pointers("line_of", "row_of", "expert_of", "starts", "chosen", "weights", "beside", "out"),
+        *_pointers("line_of", "row_of", "expert_of", "starts", "chosen", "weights", "beside", "out", "laid"),
+        *_pointers("decoded"),
         *_integers("step", "count", "num_scores", "used", "lines", "renormalised", "sigmoid", "biased"),
         *_integers("needs_softmax", "ranks_scores", "groups", "groups_used", "group_best", "floored"),
         *_integers("rounds_scores", "rounds_shares"),
@@ -178,6 +179,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_experts": (None, [c_int64, POINTER(Experts), c_int64]),
     "arrange_share": (c_int64, [POINTER(Experts), c_int64]),
     "gather_share": (None, [c_int64, POINTER(Experts), c_int64, c_void_p, c_int64]),
+    "run_many_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
     "sum_experts": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
 }
 

@@ -23,7 +23,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Its thousands change with every change of a structure or a function below, and of a row of stored_forms.h.
-KERNEL int abi() { return 36000 + stored::NUM_FORMS; }
+KERNEL int abi() { return 37000 + stored::NUM_FORMS; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -169,6 +169,10 @@ KERNEL int64_t arrange_share(const Experts* e, int64_t rows) { return experts::a
 
 KERNEL void gather_share(Dtype dtype, const Experts* e, int64_t rows, int64_t* pairs, int64_t how_many) {
     with(dtype, [&]<class E>() { experts::gather<E>(*e, rows, pairs, how_many); });
+}
+
+KERNEL void run_many_experts(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() { experts::run_many<E>(*e, rows, how_many); });
 }
 
 KERNEL void sum_experts(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {

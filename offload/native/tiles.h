@@ -101,6 +101,21 @@ inline void block(const uint16_t* weight, int inputs, int outputs, const float* 
     else dots<1>(weight, inputs, outputs, widened, results);
 }
 
+// sums [SIDE rows, COLUMNS] fp32 += rows [SIDE, units of bf16] by their stride, times a panel [units, COLUMNS of pairs].
+// units: a multiple of SIDE.
+template <int COLUMNS>
+void add(const uint32_t* rows, int64_t stride, const uint32_t* panel, int units, float* sums) {
+    static_assert(COLUMNS == 2 * SIDE);
+    constexpr int line = 4 * COLUMNS;  // bytes
+    _tile_loadd(0, sums, line), _tile_loadd(1, sums + SIDE, line);
+    for (int u = 0; u < units; u += SIDE) {
+        _tile_loadd(4, rows + u, 4 * stride);
+        _tile_loadd(5, panel + u * COLUMNS, line), _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, panel + u * COLUMNS + SIDE, line), _tile_dpbf16ps(1, 4, 6);
+    }
+    _tile_stored(0, sums, line), _tile_stored(1, sums + SIDE, line);
+}
+
 #else
 
 inline bool permitted() { return true; }
@@ -111,6 +126,8 @@ template <class... Any>
 void put(Any&&...) {}
 template <class... Any>
 void block(Any&&...) {}
+template <int, class... Any>
+void add(Any&&...) {}
 
 #endif
 

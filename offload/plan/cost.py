@@ -7,8 +7,9 @@ and estimates (docs/log.md), the same on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import hypot, inf, log, sqrt
 
 from offload.fields import LATER
@@ -152,23 +153,34 @@ class Cost(Passes):
         return min(self.composition.budget / self.capacity, 1.0) or 1.0
 
     def prefill(self, num_tokens: int) -> float:
-        """Seconds of a prefill, layer by layer: the longest of computation with its sums, of the transfers in each
-        direction, weights once, rows of the cache back once, hidden rows between two layers, and of reading experts
-        from the disk for each block."""
+        """Seconds of a prefill, layer by layer: the longest of computation with its sums and the waits for experts, of
+        the transfers in each direction, weights once, experts once for the rows that run through them at once, rows of
+        the cache back once, hidden rows between two layers, and of reading experts from the disk as often."""
         hidden = self._crossing_rows(num_tokens)
-        wanted = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, num_tokens)
-        inward = self.streamed_weights + hidden + (wanted if self.placement.expert_slots else 0)
+        fetched = self._fetched(num_tokens)  # behind a layer's attention, when its router has chosen
+        inward = self.streamed_weights + hidden + fetched
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
         computed = self.device.prefill(num_tokens) + self.device.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
-        blocks, last = divmod(num_tokens, PREFILL_BLOCK)
-        read = blocks * self.read_bytes(PREFILL_BLOCK) + (self.read_bytes(last) if last else 0.0)
-        reading = read / self.num_sequences / self.sizing.hardware.disk_read
-        return max(computed + self.device.restoring, inward / self.link_rate, back / to_host, reading)
+        computed += self.device.restoring + fetched / self.link_rate
+        read = self._for_experts(num_tokens, self.read_bytes) / self.num_sequences
+        return max(computed, inward / self.link_rate, back / to_host, read / self.sizing.hardware.disk_read)
+
+    def _fetched(self, num_tokens: int) -> float:
+        """Bytes of experts over each device's link in a prefill that finds none of them on the device."""
+        if not self.placement.expert_slots:
+            return 0.0
+        wanted = partial(layers_wanted_bytes, self.sizing.shard, self.sizing.itemsize)
+        return self._for_experts(num_tokens, wanted)
+
+    def _for_experts(self, num_tokens: int, of_rows: Callable[[int], float]) -> float:
+        """The sum of `of_rows` over the rows of a prefill that run through a layer's experts at once."""
+        whole, rest = divmod(num_tokens, self.placement.expert_rows)
+        return whole * of_rows(self.placement.expert_rows) + (of_rows(rest) if rest else 0.0)
 
     def _crossing_rows(self, num_tokens: int) -> int:
         """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""
-        if "kv" not in self.placement.offload or num_tokens <= NUM_ROW_SLOTS * self.placement.prefill_block:
+        if "kv" not in self.placement.offload or num_tokens <= NUM_ROW_SLOTS * self.placement.expert_rows:
             return 0
         return (self.sizing.target.num_layers - 1) * self.sizing.hidden_bytes(num_tokens)
 

@@ -6,7 +6,6 @@ from functools import cached_property
 
 from offload.plan.bits import CPU_RESTORED
 from offload.plan.passes import DevicePasses, SumCosts
-from offload.plan.sizing import PREFILL_BLOCK
 from offload.speed.cpu_pass import CpuPass
 
 SHARED = SumCosts(2e-5, 1, 4e9)  # two and four ranks on two cores, in shared memory
@@ -41,7 +40,7 @@ class CpuPasses(DevicePasses):
         return seconds * sizing.hardware.ranks_per_host  # by the threads of one rank
 
     def prefill(self, num_tokens: int) -> float:
-        return self._exact.prefill(num_tokens, PREFILL_BLOCK) / self._hosts
+        return self._exact.prefill(num_tokens, self.passes.placement.expert_rows) / self._hosts
 
     def refresh(self) -> float:
         passes, sizing = self.passes, self.passes.sizing

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from offload.config.mixers import DeltaRule
 from offload.config.model import ModelConfig
+from offload.config.networks import Experts
 from offload.config.next_token import rest_bytes
+from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.plan.composition import Composition
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, run_tiles, tail_tokens
@@ -14,17 +16,20 @@ from offload.plan.states import held_rows, level_bytes
 PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
 FEW_ROWS = 64  # rows that attend at a time at the lower levels
 MASS_TOKENS = 32  # tokens over which a GPU sums masses before they are joined by chunks
+_PANEL_ROWS = 64 * 64  # of experts' matrices that up to 64 threads of a CPU decode at a time
 KV_ROWS = 16  # rows that attend to the quantised cache at a time
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
 
 
-def fixed_bytes(sizing: Sizing, capacity: int, composition: Composition, *, first: bool = True) -> dict[str, int]:
+def fixed_bytes(
+    sizing: Sizing, capacity: int, composition: Composition, *, first: bool = True, streamed: bool = False
+) -> dict[str, int]:
     """Bytes that do not depend on the placement of layers and tiles, by purpose, on the first device or on each
-    other one, which has neither head nor draft."""
+    other one, which has neither head nor draft. streamed: weights may be on the host."""
     sizes = {
         "target embeddings": sizing.embedding_bytes - (0 if first else sizing.head_bytes),
         "rope tables": _rope_bytes(sizing, sizing.target, capacity),
-        "workspace": _workspace(sizing, capacity, composition.gamma if first else None),
+        "workspace": _workspace(sizing, capacity, composition.gamma if first else None, streamed=streamed),
     }
     if sizing.target.windowed:
         sizes["window cache"] = sizing.window_bytes(sizing.window_pages(capacity) * PAGE_TOKENS)
@@ -71,14 +76,14 @@ def _rope_bytes(sizing: Sizing, model: ModelConfig, capacity: int) -> int:
     return sum(dim for _, dim in model.tables) * 2 * (capacity + MAX_ROWS) * sizing.itemsize
 
 
-def _workspace(sizing: Sizing, capacity: int, gamma: int | None) -> int:
+def _workspace(sizing: Sizing, capacity: int, gamma: int | None, *, streamed: bool) -> int:
     """Bytes of the largest temporaries: a block of a prefill, or of rows over a tile, or logits and probabilities.
     gamma: None without logits."""
     target, item, heads = sizing.shard, sizing.itemsize, max(sizing.shard.head_counts)
     tile_tokens = sizing.tile_tokens(capacity)
-    block = PREFILL_BLOCK * 6 * target.hidden_size * item + max(
-        _network_bytes(sizing, kind) for kind, _ in target.kinds
-    )
+    expert_rows = sizing.expert_rows(capacity, streamed=streamed)
+    block = PREFILL_BLOCK * 6 * target.hidden_size * item
+    block += max(_network_bytes(sizing, kind, expert_rows) for kind, _ in target.kinds)
     beside = [kind.block.beside for kind, _ in target.kinds if kind.block.beside is not None]
     block += PREFILL_BLOCK * max((sum(own.parts) + own.out_size for own in beside), default=0) * item
     block += PREFILL_BLOCK * max(_widened_size(kind) for kind, _ in target.kinds) * item
@@ -116,24 +121,45 @@ def _widened_size(layer: ModelConfig) -> int:
     return sum(mixer.row_parts) if isinstance(mixer, DeltaRule) and mixer.low_rank else 0
 
 
-def _network_bytes(sizing: Sizing, layer: ModelConfig) -> int:
-    """Bytes of a prefill block's rows in the feed-forward network of `layer.block`."""
+def _network_bytes(sizing: Sizing, layer: ModelConfig, rows: int) -> int:
+    """Bytes of a prefill block's rows in the feed-forward network of `layer.block`, and of `rows` rows in its
+    experts."""
     experts, hidden, item = layer.block.experts, layer.hidden_size, sizing.itemsize
     dense = PREFILL_BLOCK * 3 * layer.block.feed_forward.size * item
     if experts is None:
         return dense
-    beside = layer.block.feed_forward.size
-    held = PREFILL_BLOCK * (beside + hidden) * item if beside else 0  # while experts run
-    size, pairs = experts.network.size, PREFILL_BLOCK * experts.used
+    held = _held_numbers(layer, rows) * item
+    size, row, pairs = experts.network.size, experts.row_size(hidden), rows * experts.used
     if sizing.hardware.packs and sizing.hardware.is_cpu:
-        lines = pairs + min(pairs, experts.count) * 15
-        return max(dense, held + lines * ((size + hidden) * item + 5 * (size + 2 * hidden)))  # rows, and widened
+        lines = pairs + min(pairs, experts.count) * (EXPERT_ALIGNMENT - 1)
+        made = lines * ((size + row) * item + 8) + rows * (2 * row * item + 4 * (hidden + experts.num_scores))
+        few = _few_lines(experts) * ((size + row) * item + 5 * (size + 2 * row))  # of a pass, rows widened to fp32
+        return max(dense, held + made + _PANEL_ROWS * max(size, row) * item, few)
     if sizing.hardware.has_kernels and not sizing.hardware.is_cpu and item == 2:  # scores, and pairs of row and expert
         first = set(layer.block.encodings.experts[:-1])
         inner = size * (3 if len(first) > 1 else 1)  # gate and up in two encodings are multiplied apart
-        return max(dense, held + PREFILL_BLOCK * experts.count * 4 + pairs * (inner + hidden) * item)
+        more = (rows - PREFILL_BLOCK) * 3 * hidden * item  # normed and summed rows; a block's are counted
+        return max(dense, held + more + rows * experts.count * 4 + pairs * (inner + hidden) * item)
     inner = PREFILL_BLOCK * 3 * size * item
     return max(dense, held + inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
+
+
+def _held_numbers(layer: ModelConfig, rows: int) -> int:
+    """Numbers of a prefill's rows that stay while their experts run: of the network beside these, of latents, and of a
+    mixer side by side with them. Those of several blocks are joined."""
+    block, experts, copies = layer.block, layer.block.experts, 1 + (rows > PREFILL_BLOCK)
+    assert experts is not None
+    beside = block.feed_forward.size
+    held = PREFILL_BLOCK * beside + rows * copies * layer.hidden_size if beside else 0
+    if block.side_by_side:
+        held += rows * sum(block.mixer.parts)
+    return held + (rows * copies * experts.latent if copies > 1 else 0)
+
+
+def _few_lines(experts: Experts) -> int:
+    """Lines of pairs of a pass's rows and their experts on a CPU."""
+    pairs = FEW_ROWS * experts.used
+    return pairs + min(pairs, experts.count) * (EXPERT_ALIGNMENT - 1)
 
 
 def _selection_bytes(sizing: Sizing, capacity: int, composition: Composition) -> int:

@@ -62,6 +62,7 @@ class Placement:
     cpu_experts: int = field(default=0, metadata={LATER: True})
     shares_experts: bool = field(default=False, metadata={LATER: True})
     expert_places: int = field(default=0, metadata={LATER: True})
+    expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, see `Sizing.expert_rows`
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -196,6 +197,7 @@ class _Filling:
             cpu_experts=self._cpu_experts,
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             expert_places=places,
+            expert_rows=self._expert_rows,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -280,7 +282,7 @@ class _Filling:
             sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
         if "kv" in self.offload:
             sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
-            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * PREFILL_BLOCK)
+            sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * self._expert_rows)
         return _some(sizing.of_all(sizes) | self._of_tiles(tiles))
 
     def _of_tiles(self, tiles: int) -> dict[str, int]:
@@ -331,13 +333,18 @@ class _Filling:
         """Bytes of the embedding's table if it is on the host."""
         return self.sizing.table_bytes if self.offload and self.sizing.may_embed_on_host else 0
 
+    @property
+    def _expert_rows(self) -> int:
+        return self.sizing.expert_rows(self.capacity, streamed="weights" in self.offload)
+
     @cached_property
     def _fixed(self) -> dict[str, int]:
-        return fixed_bytes(self.sizing, self.capacity, self.composition)
+        return fixed_bytes(self.sizing, self.capacity, self.composition, streamed="weights" in self.offload)
 
     @cached_property
     def _fixed_of_others(self) -> dict[str, int]:
-        return fixed_bytes(self.sizing, self.capacity, self.composition, first=False)
+        streamed = "weights" in self.offload
+        return fixed_bytes(self.sizing, self.capacity, self.composition, first=False, streamed=streamed)
 
     def _of_head(self, most: int) -> int:
         """Bytes of the experts of the next-token head, see `Sizing.head_experts`."""

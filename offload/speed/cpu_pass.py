@@ -17,6 +17,7 @@ from offload.speed.hardware import Hardware
 from offload.speed.routing import distinct_experts
 
 _CODED_SHARE = 5 / 16  # of attention to 16 bits, where attention to 4 bits was not measured
+_PANEL_SHARE, _MAKING_ROWS = 0.85, 16.0  # of a prefill's experts: of the rate of large products; see docs/memory.md
 _ATTENTION_SHARE = 0.5  # of a layer's calls
 
 
@@ -98,14 +99,27 @@ class CpuPass:
         draws = self.config.vocab_size * at(curves.vocabulary, all_rows)
         return calls + draws + self._products(all_rows) + sequences * attention
 
-    def prefill(self, num_tokens: int, block: int) -> float:
-        """Seconds of a prefill of `num_tokens` rows, `block` at a time. Experts run as in other passes, by few rows
-        each."""
+    def prefill(self, num_tokens: int, expert_rows: int) -> float:
+        """Seconds of a prefill of `num_tokens` rows. expert_rows: over which a layer's experts run at once."""
         config = self.config.prefilled
         numbers = config.all_layers(ModelConfig.layer_matrix_elements)
         pairs = config.seen_pairs(num_tokens) * config.num_heads * config.head_dim
-        products = numbers * self.curves.product + self.experts(block) / block
-        return num_tokens * products + pairs * self.curves.pair
+        whole, rest = divmod(num_tokens, expert_rows)
+        experts = whole * self._prefilled_experts(expert_rows) + (self._prefilled_experts(rest) if rest else 0.0)
+        return num_tokens * numbers * self.curves.product + experts + pairs * self.curves.pair
+
+    def _prefilled_experts(self, rows: int) -> float:
+        """Seconds of the experts of all layers over `rows` rows of a prefill: of their products, and of making the
+        numbers of the distinct ones, which takes as long as the products of a few rows."""
+        seconds = 0.0
+        for kind, number in self.config.kinds:
+            if (experts := kind.block.experts) is not None:
+                elements = sum(
+                    each.outputs * each.inputs for each in expert_matrices(kind.block, kind.hidden_size).values()
+                )
+                multiplied = rows * experts.used + _MAKING_ROWS * distinct_experts(experts, rows)
+                seconds += number * elements * multiplied * self.curves.product / _PANEL_SHARE
+        return seconds
 
     def experts(self, rows: int) -> float:
         """Seconds of the experts of all layers in a pass of `rows` rows: of reading the distinct ones that the rows

@@ -147,6 +147,7 @@ def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | 
         hidden_size=config.hidden_size,
         dtype=DTYPES[plan.request.dtype],
         block=plan.placement.prefill_block,
+        together=plan.placement.expert_rows,
         num_layers=config.num_layers,
     )
 

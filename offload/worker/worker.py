@@ -231,7 +231,8 @@ class Worker:
         arena = Arena(self.memory, plan.placement.device_bytes.get("arena", 0) // plan.request.num_sequences)
         self._caches.append(arena)
         size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
-        resident = ResidentRows(arena, size, dtype, block=plan.placement.prefill_block)
+        block, together = plan.placement.prefill_block, plan.placement.expert_rows
+        resident = ResidentRows(arena, size, dtype, block=block, together=together)
         self._hidden_rows: HiddenRows = self.models.rows or resident
         scoring = self.target.weights.scoring
         self.full = full_cache(plan, self.target.config, self.memory, self.link, arena, scoring=scoring)

@@ -29,7 +29,7 @@ Mode = tuple[Sizes, frozenset[str]]  # sizes of the levels, and what is streamed
 Kind = str | Callable[[str], str]  # of a GGUF file's tensors, or of each by its name
 
 PROMPT, NUM_NEW, CONTEXT = random_tokens(150, seed=7), 26, 400
-DRAFTED = replace(IN_SHORT_BLOCKS, prefill_block=48)
+DRAFTED = replace(IN_SHORT_BLOCKS, prefill_block=48, expert_rows=96)
 PLAIN = replace(DRAFTED, gamma=0, draft_gamma=0)
 MODES: dict[str, Mode] = {
     "draft and retrieval": (DRAFTED, frozenset()),

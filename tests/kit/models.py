@@ -259,6 +259,7 @@ class Sizes:
     draft_gamma: int = 0
     rows: int = 4
     prefill_block: int = 8
+    expert_rows: int | None = None  # None: a block
     page: int = 8
     pages: int = 2
     num_resident: int = 0  # tiles of all layers together, only where there is a link
@@ -358,10 +359,10 @@ def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring])
     return [found[layer] for layer in layers]
 
 
-def resident_rows(decoder: Decoder, block: int) -> ResidentRows:
+def resident_rows(decoder: Decoder, block: int, together: int | None = None) -> ResidentRows:
     """Hidden rows of a prefill on the device, in memory of their own."""
     config, dtype = decoder.config, decoder.weights.embedding.dtype
-    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block)
+    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block, together=together)
 
 
 def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:
@@ -508,7 +509,7 @@ def tiny_plan(
     window = read_config(target).window
     return changed(
         plan, rows=sizes.rows, window_pages=window and ring_pages(window, 64, page=sizes.page, undo=64),
-        prefill_block=sizes.prefill_block, page_tokens=sizes.page,
+        prefill_block=sizes.prefill_block, expert_rows=sizes.expert_rows or sizes.prefill_block, page_tokens=sizes.page,
         tile_tokens=sizes.page * sizes.pages, staging_tiles=sizes.kv_staging,
         budget=sizes.budget if plan.composition.budget else 0,
         adaptive=("retrieval" if sizes.budget else "self", "target") if sizes.adaptive else (),

@@ -34,11 +34,11 @@ from offload.kernels.rows import MAX_ROWS
 from offload.native.host_work import between
 from offload.native.launch import launch
 
-MOST_ROWS = 512  # at a time
+MOST_ROWS = 8192  # at a time
 ROWS = (16, 32)  # of a tile: the minimum of tensor cores, and twice that where experts of plain numbers have more rows
 FIXED_ROWS = (8, 16)  # of a tile in fixed point
 SCORED = {"ROWS": 4, "EXPERTS": 4, "NUMBERS": 512}  # of a program that scores
-PAIRS = 256  # at a time, of a program that arranges them
+PAIRS = (256, 2048)  # at a time, of a program that arranges them, and of one that arranges many
 COLUMNS = 512  # of a program that sums
 # Few outputs, since each row's experts are programs of their own: eight of 768 rows give enough programs for a GPU.
 PLAIN = {"OUTPUTS": 32, "NUMBERS": 128}
@@ -212,9 +212,10 @@ def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None)
     sizes = {"pair_of": tiles * rows, "expert_of": tiles}
     made = {name: torch.empty(size, dtype=torch.int32, device=chosen.device) for name, size in sizes.items()}
     pair_of, expert_of = (_taken(room, name, each) for name, each in made.items())
+    block = PAIRS[num_pairs > 8 * PAIRS[1]]
     launch(
         arrange_pairs, (count,), (chosen, pair_of, expert_of, num_pairs, tiles),
-        EXPERTS=count, PADDED=_padded(count + 1), ROWS=rows, BLOCK=PAIRS, num_warps=4,
+        EXPERTS=count, PADDED=_padded(count + 1), ROWS=rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return Lines(pair_of, expert_of, rows)
 

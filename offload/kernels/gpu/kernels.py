@@ -75,6 +75,7 @@ GPU_KERNELS = DeviceKernels(
         ShortConvolution: convolution.short_convolution,
     },
     experts=experts.run_experts,
+    prefill_experts=experts.run_experts,
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,
     quantise_kv=quantised_kv_gpu.encode,

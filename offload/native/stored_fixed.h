@@ -126,17 +126,20 @@ INLINE eight_sums multiplied(sixteen a, sixteen b) {
 #endif
 }
 
-// Lane i: the sum of the lanes of v[i].
-INLINE eight_sums sums_of_lanes(eight_sums (&v)[8]) {
-#pragma unroll
-    for (int count = 4; count; count /= 2)
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-            const eight_sums a = v[i], b = v[i + count];
-            v[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11) +
-                   __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-        }
-    return v[0];
+// Lane i: the sum of the lanes of v[i]. Until the last step nothing leaves its half of a register.
+INLINE eight_sums sums_of_lanes(const eight_sums (&v)[8]) {
+    const auto two = [](eight_sums a, eight_sums b) {
+        return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    };
+    const auto four = [&](int i) {
+        const eight_sums a = two(v[i], v[i + 1]), b = two(v[i + 2], v[i + 3]);
+        return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    };
+    const eight_sums a = four(0), b = four(4);
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
 template <Kind KIND>

@@ -1,159 +1,18 @@
 // Products of a few rows with a matrix of GGUF's kinds (stored.h) in fixed point: the same bits by every instruction set
 // and on a GPU, since sums are of integers and what follows is a fixed sequence of operations.
 //
-// A row is in fixed point by groups of 32: unit is the least power of two with max |x| / unit <= MOST_VALUE, at least
-// 2^-64, or no number where one of the group is not finite; a value is x / unit, rounded to nearest, ties to even. Codes
-// are less their centre. A part is of 16 inputs where the kind's steps are, else of 32. Of part p the sum of value * code
-// is exact; as fp32 it is multiplied by step * unit and added, fused, to lane p of as many as 256 inputs have parts, in
-// the order of the parts. Least values likewise, times the sum of values, which is fp32, times unit. Lanes are added as
-// `sum` adds them, and the least values' total to the other one.
+// Rows are integers and units (stored_fixed_rows.h), and codes are less their centre. A part is of 16 inputs where the
+// kind's steps are, else of 32. Of part p the sum of value * code is exact; as fp32 it is multiplied by step * unit and
+// added, fused, to lane p of as many as 256 inputs have parts, in the order of the parts. Least values likewise, times the
+// sum of values, which is fp32, times unit. Lanes are added as `sum` adds them, and the least values' total to the other
+// one.
 #pragma once
-#include "stored_pairs.h"
+#include "stored_fixed_rows.h"
 
 namespace stored {
 namespace fixed {
 
-constexpr int BLOCK = 256, MOST_VALUE = 127 * 257, LEAST_UNIT = 127 - 64;  // as the exponent of a float
-constexpr int LANES = 16;                                                  // of units and sums of a block, with room
-constexpr int MOST_AT_ONCE = W == 16 ? 8 : 4;                              // rows
-
-// Rows, one after the other: values, two bytes each, with zeros to whole pairs of groups; then for each 256 inputs LANES
-// units, in the order in which parts are multiplied; then LANES sums of values, times unit, of parts in their order; then
-// LANES starts, the int32 that sums of value * code of 16 inputs begin with. They take no more room than `stored::Rows`.
-//
-// Values are int16 in their order, or where W == 16 for each 64 two registers: bytes h, then bytes l, of which a value is
-// 256 h + l; or, if bytes cannot be multiplied, its even inputs and its odd ones. Of whole 256 inputs register i has in
-// lane 4 k + j inputs 64 j + 16 k + 4 i to 4 more: a lane is of the same part in all of them.
-struct Rows {
-    float* at;
-    int inputs;
-
-    int blocks() const { return (inputs + BLOCK - 1) / BLOCK; }
-    int padded() const { return (inputs + PAIR - 1) / PAIR * PAIR; }
-    int stride() const { return padded() / 2 + (3 * blocks() + (blocks() > 1)) * LANES; }  // not of 4096 bytes each
-    Rows from(int64_t row) const { return {at + row * stride(), inputs}; }
-    uint8_t* values(int64_t row) const { return reinterpret_cast<uint8_t*>(at + row * stride()); }
-    float* units(int64_t row) const { return at + row * stride() + padded() / 2; }
-    float* sums(int64_t row) const { return units(row) + LANES * blocks(); }
-    int32_t* starts(int64_t row) const { return reinterpret_cast<int32_t*>(sums(row) + LANES * blocks()); }
-};
-
-// Integer sums of parts, of which W == 16 has all of a block in a vector: of 16 inputs part 4 j + k in lane 4 k + j, and
-// of 32 part 2 j + k / 2 in lanes 4 k + j. Elsewhere they are in their order.
-constexpr int part_of(int lane, bool of_16) {
-    if (W < 16) return lane;
-    return of_16 ? lane % 4 * 4 + lane / 4 : lane % 4 * 2 + lane / 8;
-}
-
-// The unit of a group whose largest magnitude has the bits `most`, and what it is divided by: in the bits of floats.
-INLINE uint32_t unit_of(uint32_t most) {
-    constexpr uint32_t top = __builtin_bit_cast(uint32_t, float(MOST_VALUE));  // 1.99 * 2^14
-    const uint32_t exponent = (most >> 23) + ((most & 0x7fffff) > (top & 0x7fffff));
-    const uint32_t unit = exponent < LEAST_UNIT + 14 ? LEAST_UNIT : exponent - 14;
-    return most < 0x7f800000 ? unit << 23 : 0x7fc00000;
-}
-INLINE uint32_t inverse_of(uint32_t unit) { return unit < 0x7f800000 ? (254 << 23) - unit : 0; }
-
-// Of a group its values, and the sums of its halves. Returns the unit.
-template <class F>
-INLINE float take_group(F&& read, int16_t* values, int* sums) {
-    using words = int16_t __attribute__((vector_size(2 * W)));
-    f32 numbers[GROUP / W];
-    u32 most = {};
-    for (int i = 0; i < GROUP / W; i++) {
-        numbers[i] = read(i * W);
-        const u32 magnitude = (u32)numbers[i] & 0x7fffffffu;
-        most = magnitude > most ? magnitude : most;
-    }
-    const uint32_t unit = unit_of(__builtin_reduce_max(most)), inverse = inverse_of(unit);
-    sums[0] = sums[1] = 0;
-    for (int i = 0; i < GROUP / W; i++) {
-        const f32 scaled = inverse ? numbers[i] * __builtin_bit_cast(float, inverse) : f32{};
-        const i32 rounded = __builtin_convertvector(__builtin_elementwise_roundeven(scaled), i32);
-        sums[i * W / 16] += __builtin_reduce_add(rounded);
-        store(values + i * W, __builtin_convertvector(rounded, words));
-    }
-    return __builtin_bit_cast(float, unit);
-}
-
-// Codes are multiplied with this added, without a sign, where W == 16.
-consteval int offset(Kind kind) {
-    if (has_grid(kind)) return 64;
-    return book(kind) != Book::none || has_code(kind, "signed") || has_code(kind, "sign") ? 128 : centre(kind);
-}
-
-#if defined(__AVX512BW__)
-
-INLINE __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
-INLINE __m512i low_bytes(__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); }
-
-// Of each four lanes of four vectors, the first ones of all, the second ones and so on.
-INLINE void transpose_fours(__m512i (&v)[4]) {
-    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-    v[0] = _mm512_unpacklo_epi64(a, c), v[1] = _mm512_unpackhi_epi64(a, c);
-    v[2] = _mm512_unpacklo_epi64(b, d), v[3] = _mm512_unpackhi_epi64(b, d);
-}
-
-// A block's values, of which `count` pairs of groups are kept.
-INLINE void put(const int16_t* values, int count, uint8_t* to) {
-    using words = int16_t __attribute__((vector_size(2 * GROUP)));
-    using half = int8_t __attribute__((vector_size(GROUP)));
-    __m512i high[4], low[4];
-    for (int pair = 0; pair < 4; pair++) {
-        const auto narrow = [&](int added, int shift) {
-            const auto part = [&](int i) {
-                const words moved = (load<words>(values + pair * PAIR + i) + int16_t(added)) >> int16_t(shift);
-                return (__m256i)__builtin_convertvector(moved, half);
-            };
-            return joined(part(0), part(GROUP));
-        };
-        high[pair] = narrow(128, 8), low[pair] = narrow(0, 0);
-    }
-    if (count == 4) transpose_fours(high), transpose_fours(low);
-    for (int pair = 0; pair < count; pair++, to += 2 * PAIR) {
-#if defined(__AVX512VNNI__)
-        store(to, high[pair]), store(to + PAIR, low[pair]);
-#else
-        const auto odd_of = [](__m512i bytes) { return _mm512_srai_epi16(bytes, 8); };
-        const __m512i even_high = _mm512_slli_epi16(high[pair], 8), odd_high = _mm512_slli_epi16(odd_of(high[pair]), 8);
-        store(to, _mm512_add_epi16(even_high, odd_of(_mm512_slli_epi16(low[pair], 8))));
-        store(to + PAIR, _mm512_add_epi16(odd_high, odd_of(low[pair])));
-#endif
-    }
-}
-
-#else
-
-INLINE void put(const int16_t* values, int count, uint8_t* to) { __builtin_memcpy(to, values, count * 2 * PAIR); }
-
-#endif
-
-// One row, as it is multiplied with a matrix of `kind`. read(i): elements i to i + W, fp32.
-template <class F>
-void take(const Rows& rows, int64_t row, Kind kind, F&& read) {
-    const bool of_16 = form(kind).group == 16;
-    int of_codes = 0;
-    with_kind(kind, [&]<Kind KIND>() { of_codes = offset(KIND); });
-    for (int b = 0; b < rows.blocks(); b++) {
-        const int rest = rows.inputs - b * BLOCK, groups = (rest < BLOCK ? rest : BLOCK) / GROUP;
-        alignas(64) int16_t values[BLOCK] = {};
-        float units[GROUPS] = {}, sums[LANES] = {};
-        int halves[LANES] = {};
-        for (int g = 0; g < groups; g++) {
-            const auto of_group = [&](int i) { return read(b * BLOCK + g * GROUP + i); };
-            units[g] = take_group(of_group, values + g * GROUP, halves + 2 * g);
-            if (of_16) sums[2 * g] = float(halves[2 * g]) * units[g], sums[2 * g + 1] = float(halves[2 * g + 1]) * units[g];
-            else sums[g] = float(halves[2 * g] + halves[2 * g + 1]) * units[g];
-        }
-        put(values, (groups + 1) / 2, rows.values(row) + b * 2 * BLOCK);
-        for (int lane = 0, at = b * LANES; lane < LANES; lane++, at++) {
-            const int part = part_of(lane, of_16);
-            rows.units(row)[at] = units[(of_16 ? part / 2 : part) % GROUPS], rows.sums(row)[at] = sums[lane];
-            rows.starts(row)[at] = -of_codes * halves[part_of(lane, true)];
-        }
-    }
-}
+constexpr int MOST_AT_ONCE = W == 16 ? 8 : 4;  // rows
 
 #if defined(__AVX512BW__)
 
@@ -267,17 +126,20 @@ INLINE eight_sums multiplied(sixteen a, sixteen b) {
 #endif
 }
 
-// Lane i: the sum of the lanes of v[i].
-INLINE eight_sums sums_of_lanes(eight_sums (&v)[8]) {
-#pragma unroll
-    for (int count = 4; count; count /= 2)
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-            const eight_sums a = v[i], b = v[i + count];
-            v[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11) +
-                   __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-        }
-    return v[0];
+// Lane i: the sum of the lanes of v[i]. Until the last step nothing leaves its half of a register.
+INLINE eight_sums sums_of_lanes(const eight_sums (&v)[8]) {
+    const auto two = [](eight_sums a, eight_sums b) {
+        return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    };
+    const auto four = [&](int i) {
+        const eight_sums a = two(v[i], v[i + 1]), b = two(v[i + 2], v[i + 3]);
+        return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    };
+    const eight_sums a = four(0), b = four(4);
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
 template <Kind KIND>

@@ -19,8 +19,9 @@ from experts_interpreted import InBatches
 from kit import fixed
 from kit.fixed_products import FIXED, defined, has_the_defined_bits, matrix, normal, product, rows_of, same
 from kit.interpreter import products_by_row, rounds_products_once, rounds_to_bf16, runs_assembly, without_idle_work
-from kit.processor import before_a_guard
+from kit.processor import before_a_guard, best
 from kit.stored import places
+from offload.bench.fixed_checks import fixed_checks
 from offload.config.networks import Activation, Experts, FeedForward
 from offload.formats import fixed_gpu
 from offload.formats.encodings import ENCODINGS
@@ -32,6 +33,8 @@ from offload.kernels.gpu import fixed_programs, fixed_rows
 from offload.kernels.gpu.activation import gated
 from offload.kernels.gpu.experts import choose, run_experts, score
 from offload.kernels.gpu.fixed_rows import FixedRows, Pairs
+from offload.kernels.gpu.kernels import GPU_KERNELS
+from offload.speed.hardware import probe
 from test_experts import Scene, scene
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -184,6 +187,28 @@ def test_nothing_behind_a_matrix_is_read(name: str) -> None:
     x = normal(2, stored.shape[1], seed=9).half()
     with before_a_guard(stored.rows) as rows:
         assert torch.equal(product(x, StoredMatrix(rows, stored.encoding)), product(x, stored))
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_doctor_finds_the_cpus_bits_and_others(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.bench.fixed_checks.fitting", lambda *given: GPU_KERNELS)
+    best()
+    ((name, check, _),) = fixed_checks(probe("cpu"), [dtype, "fp32"], "")
+    assert name == f"products, experts in fixed point, {dtype}"
+    assert check() == (True, "61,952 of 61,952 numbers have the CPU's bits")
+    monkeypatch.setattr("offload.bench.fixed_checks.STORED", ("Q4_K", "MXFP4"))
+    shares = fixed_rows.FixedRows.of
+
+    def without_sums(*given: Any) -> FixedRows:
+        made = shares(*given)
+        return replace(made, sums=made.sums * 2)
+
+    monkeypatch.setattr(fixed_rows.FixedRows, "of", without_sums)
+    passed, shown = check()
+    assert not passed
+    assert shown.endswith("not in Q4_K")
 
 
 FAULTS = {

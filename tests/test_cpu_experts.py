@@ -180,7 +180,7 @@ class TestThePlan:
         fast, slow = (Request(MIXTURE, None, options, each).plan(**sizes) for each in both)
         assert fast.placement.expert_rows == slow.placement.expert_rows == rows
         more = slow.predicted.prefill_seconds - fast.predicted.prefill_seconds
-        experts = Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes
+        experts = Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
         assert more == pytest.approx(groups * experts / 2e9, rel=0.02)
 
     def test_lets_experts_that_all_stay_have_the_memory(self) -> None:

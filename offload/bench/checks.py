@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload.bench.findings import REPORT, TOLERANCES, Named, Shown, error_of
+from offload.bench.fixed_checks import fixed_checks
 from offload.bench.kernel_checks import kernel_checks
 from offload.bench.state_checks import state_checks
 from offload.bench.text_checks import text_checks
@@ -97,6 +98,7 @@ def _checks(hardware: Hardware) -> Iterator[Named]:
                 yield f"packed weights, {of}", trial.packed_weights, f"add --link-bits 16; {REPORT}"
             yield f"products, {of}", trial.products, broken
     yield from kernel_checks(hardware, _dtypes(hardware), broken)
+    yield from fixed_checks(hardware, _dtypes(hardware), broken)
     yield from state_checks(hardware, _dtypes(hardware), broken)
 
 

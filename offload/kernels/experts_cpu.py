@@ -181,7 +181,7 @@ def _run(
         gate, down = _steps(experts.network, bank.places[0], read, own_norm, scratch)
         routed = ("normed", "scores", "chosen", "weights", *(("laid", "decoded") if many else ()))
         structure = native.Experts(
-            scored=structure_of(replace(gate, x=rows, norm=router.norm or norm), _widened(scratch)),
+            scored=structure_of(replace(gate, x=rows, norm=router.norm or norm), _widened(scratch)[:2]),
             **_share_fields(experts, bank, gate, down, scratch),
             router=address(router.matrix),
             router_bias=address(router.bias),

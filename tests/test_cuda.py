@@ -360,29 +360,40 @@ def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tok
                 assert all(map(torch.equal, again, found)), (delta, dtype, counts, kind)
 
 
-def test_texts_of_a_model_with_states_are_the_same_drafted_for_and_as_graphs() -> None:
-    """It proposes to itself; the second request begins like the first."""
+def test_texts_of_states_and_of_wide_heads_are_the_same_drafted_for_and_as_graphs() -> None:
+    """The model proposes to itself; the second request begins like the first."""
     from kit.families import save_tiny
 
-    fields = {
+    common = {
         "vocab_size": 264, "max_position_embeddings": 2048, "hidden_size": 128, "intermediate_size": 128,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    }  # fmt: skip
+    models: dict[str, dict[str, object]] = {
+        "qwen3_5": {
+            "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+        "gemma4": {"global_head_dim": 512},
     }  # fmt: skip
     tokens = torch.randint(250, (900,), generator=torch.Generator().manual_seed(5)).tolist()
-    with tempfile.TemporaryDirectory() as root:
-        folder, texts = save_tiny("qwen3_5", Path(root, "model"), tokenizer=True, **fields), []
-        for graphs, few in product(("on", "off"), ({"speculation": False}, {"gamma": 7, "kv_bits": 4})):
-            options = Options(device=DEVICE, dtype="bf16", **few)  # type: ignore[arg-type]
-            plan = plan_request(folder, None, options, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
-            os.environ["TRIFORCE_GRAPHS"] = graphs
-            try:
-                with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as engine:
-                    asked = [GenerationRequest(some, GREEDY, max_tokens=MAX_TOKENS) for some in (tokens, tokens[:700])]
-                    texts.append([[token for step in engine.generate(each) for token in step.tokens] for each in asked])
-            finally:
-                del os.environ["TRIFORCE_GRAPHS"]
-    assert all(each == texts[0] for each in texts), texts
+    for name, own in models.items():
+        with tempfile.TemporaryDirectory() as root:
+            folder, texts = save_tiny(name, Path(root, "model"), tokenizer=True, **common, **own), []
+            for graphs, few in product(("on", "off"), ({"speculation": False}, {"gamma": 7, "kv_bits": 4})):
+                options = Options(device=DEVICE, dtype="bf16", **few)  # type: ignore[arg-type]
+                plan = plan_request(folder, None, options, num_prompt_tokens=len(tokens), max_tokens=MAX_TOKENS)
+                os.environ["TRIFORCE_GRAPHS"] = graphs
+                try:
+                    with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as engine:
+                        asked = (
+                            GenerationRequest(some, GREEDY, max_tokens=MAX_TOKENS) for some in (tokens, tokens[:700])
+                        )
+                        texts.append(
+                            [[token for step in engine.generate(each) for token in step.tokens] for each in asked]
+                        )
+                finally:
+                    del os.environ["TRIFORCE_GRAPHS"]
+        assert all(each == texts[0] for each in texts), (name, texts)
 
 
 def test_products_in_fixed_point_have_the_bits_of_their_definition() -> None:

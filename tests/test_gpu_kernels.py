@@ -399,10 +399,9 @@ def test_attention_to_codes_compiles_to_wide_loads_and_spills_nothing(
 @pytest.mark.parametrize("chosen", [False, True])
 def test_codes_are_made_without_a_spill(capability: int, dtype: str, dim: int, chosen: bool) -> None:
     """Stored a word at a time at least, in which there are codes of four bytes or a step and a least value."""
-    shape = {"CHOSEN": chosen} | quantised_kv_gpu.constants(dim)
-    num_warps = shape.pop("num_warps")
+    shape = {"CHOSEN": chosen, "DIM": dim, "DIM_PADDED": Tiling(dim, ITEMSIZE[dtype]).padded}
     pointers = {"rows": f"*{dtype}", "blocks": "*u8", "units": "*i32", "wanted": "*i64"}
-    found = compiled(quantised_kv_gpu.encode_groups, capability, pointers, shape, warps=num_warps)
+    found = compiled(quantised_kv_gpu.encode_groups, capability, pointers, shape)
     assert found.spilled_bytes == 0
     assert found.registers <= 255
     assert found.shared_bytes <= SHARED_BYTES

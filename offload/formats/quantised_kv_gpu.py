@@ -9,6 +9,8 @@ from torch import Tensor
 from offload.formats.quantised_kv import KVCodes, check_rows
 from offload.native.launch import launch
 
+_WARPS = 4
+
 
 def encode(rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
     """The GPU's `offload.formats.quantised_kv.encode`, in one launch. wanted: int64 [L, H_kv, groups] contiguous;
@@ -24,14 +26,10 @@ def encode(rows: Tensor, into: KVCodes, wanted: Tensor | None = None) -> None:
             *rows.stride()[:3], *blocks.stride()[:2],
         ),
         CHOSEN=wanted is not None,
-        **constants(dim),
+        DIM=dim,
+        DIM_PADDED=1 << (dim - 1).bit_length(),
+        num_warps=_WARPS,
     )  # fmt: skip
-
-
-def constants(dim: int) -> dict[str, int]:
-    """The constants of programs that encode a group each, of heads of `dim` numbers."""
-    padded = 1 << (dim - 1).bit_length()
-    return {"DIM": dim, "DIM_PADDED": padded, "num_warps": 8 if padded > 256 else 4}
 
 
 @triton.jit

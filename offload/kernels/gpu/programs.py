@@ -257,12 +257,12 @@ def merge_spans(
     SINKS: tl.constexpr,  # each head has a sink logit
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
-    NUMBERS: tl.constexpr,
+    NUMBERS: tl.constexpr,  # of a part
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Program (h, b, n): fold NUMBERS n to n + 1 of the last run of block b of the folded rows in KV head h, then the
-    sink logits of its query heads, and divide."""
+    """Program (h, b, n): fold the last run of block b of the folded rows in KV head h, of each row the numbers of part
+    n, then the sink logits of its query heads, and divide."""
     head, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
     folded = block * ROWS + tl.arange(0, ROWS)

@@ -128,23 +128,16 @@ class CachedHomes:
 
 class _Arrival:
     """The event of a copy from a place, which begins when the place has been filled. The host waits for that, since no
-    copy can be issued to a GPU that waits for a file. An error stays: the place may be another expert's by then."""
+    copy can be issued to a GPU that waits for a file."""
 
     def __init__(self, filled: Callable[[], object], copy: Callable[[], Event]) -> None:
-        """filled: waits until the place has been filled. copy: begins the copy."""
+        """filled: waits until the place has been filled with its expert, or raises an error. copy: begins the copy."""
         self._filled, self._copy = filled, copy
         self._copied: Event | None = None
-        self._error: Exception | None = None
 
     def begin(self) -> Event:
-        if self._error is not None:
-            raise self._error
         if self._copied is None:
-            try:
-                self._filled()
-            except Exception as error:
-                self._error = error
-                raise
+            self._filled()
             self._copied = self._copy()
         return self._copied
 

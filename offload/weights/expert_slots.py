@@ -75,12 +75,31 @@ class ExpertSlots:
         return self._free[-1]
 
     def _wait(self, expert: Expert, slot: int, wait: Callable[[Event], None]) -> None:
+        if self._held.get(expert) != slot:
+            raise ModelError(f"expert {expert[1]} of layer {expert[0]} was not read, as another one failed before it")
         if (event := self._arriving.get(slot)) is None:
             return
         try:
             wait(event)
         except Exception:
-            del self._held[expert], self._arriving[slot]
-            self._free.append(slot)
+            self._lose(expert)
+            self._lose_others()
             raise
         del self._arriving[slot]
+
+    def _lose(self, expert: Expert) -> None:
+        """Forget an expert whose copy failed, and the copy from its slot that was to follow."""
+        slot = self._held.pop(expert)
+        del self._arriving[slot]
+        self._leaving.pop(slot, None)
+        self._free.append(slot)
+
+    def _lose_others(self) -> None:
+        """Forget the experts whose copies fail beside one that failed. The pass is over, and a later one that finds
+        them would get an error of long ago."""
+        for expert, slot in [*self._held.items()]:
+            if (event := self._arriving.get(slot)) is not None:
+                try:
+                    event.synchronize()
+                except ModelError:
+                    self._lose(expert)

@@ -63,8 +63,8 @@ def run_many(
     *,
     kernels: Library,
 ) -> Tensor:
-    """The same for a prefill's rows, all at once, by products of many rows (native/panels.h): an expert's numbers are
-    made once for all of its rows, and rounded to the dtype. Temporary memory: `scratch_bytes` of the rows."""
+    """The mixture over a prefill's rows, all at once, by products of many rows (native/panels.h): an expert's numbers
+    are made once for all of its rows, and rounded to the dtype. Temporary memory: `scratch_bytes` of the rows."""
     assert real is None
     out = torch.empty_like(rows if latents is None else latents)
     _run(mixture, homes, rows, latents, beside, out, kernels, many=True)

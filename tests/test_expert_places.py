@@ -229,6 +229,14 @@ def test_an_expert_whose_read_failed_is_never_computed_with(
     assert survived(homes, given, of(BEST[-1])) == 0
 
 
+def test_experts_in_host_memory_are_used_before_those_that_are_read(homes: Homes) -> None:
+    own = tiered(homes, LateLink(late_in=True, late_out=False), LateReads().begin, 3, 5)[0]
+    assert isinstance(own, StreamedExperts)
+    for wanted in ([5], [0, 6, 7]):
+        list(own.batches(torch.tensor(wanted)))
+    assert [[number for _, number in slots] for slots in own._batches([1, 2, 5])] == [[5, 1], [2]]
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_copy_whose_read_failed_is_not_made_up_for(
     homes: Homes, planted: bool, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,10 @@ class Homes(Protocol):
 
     def __len__(self) -> int: ...
 
+    def is_far(self, number: int) -> bool:
+        """Whether an expert is to be read from the file first, so that others are there sooner."""
+        ...
+
     def fill(self, number: int) -> Fill:
         """The function that begins to copy an expert into a slot, once the computation issued so far is done, which
         may read the slot."""
@@ -42,6 +46,9 @@ class HostHomes:
     def __len__(self) -> int:
         return len(self._content)
 
+    def is_far(self, number: int) -> bool:
+        return False
+
     def fill(self, number: int) -> Fill:
         home = self._content[number]
         return lambda slot: self._link.to_device(slot[: len(home)], home, (self._link.record(),))
@@ -56,6 +63,9 @@ class FileHomes:
 
     def __len__(self) -> int:
         return len(self._file)
+
+    def is_far(self, number: int) -> bool:
+        return True
 
     def fill(self, number: int) -> Fill:
         return partial(self._file.begin, number)
@@ -74,6 +84,9 @@ class CachedHomes:
 
     def __len__(self) -> int:
         return len(self._homes)
+
+    def is_far(self, number: int) -> bool:
+        return (self._layer, number) not in self._places
 
     def fill(self, number: int) -> Fill:
         return partial(self._begin, (self._layer, number))

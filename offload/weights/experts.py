@@ -106,7 +106,9 @@ class StreamedExperts:
         """The slots of the experts of each batch."""
         wanted = [(self._layer, number) for number in chosen if number < len(self._homes)]
         hits = self._slots.used(wanted)
-        missing = [expert for expert in wanted if expert not in hits]
+        missing = sorted(
+            (expert for expert in wanted if expert not in hits), key=lambda own: self._homes.is_far(own[1])
+        )
         self.stats += ExpertStats(len(hits), len(missing), len(missing) * self._homes.num_bytes)
         coming = self._fetch(missing[: len(self._slots) - len(hits)])
         left = missing[len(coming) :]

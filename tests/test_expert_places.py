@@ -244,6 +244,15 @@ def test_an_expert_whose_read_failed_is_never_computed_with(
     assert survived(homes, given, of(BEST[-1])) == 0
 
 
+def test_experts_in_host_memory_are_used_before_those_that_are_read(homes: Homes) -> None:
+    own = tiered(homes, LateLink(late_in=True, late_out=False), LateReads().begin, 3, 5)[0]
+    assert isinstance(own, StreamedExperts)
+    for wanted in ([5], [0, 6, 7]):
+        list(own.batches(torch.tensor(wanted)))
+    found = [(each.places >= 0).nonzero()[:, 0].tolist() for each in own.batches(torch.tensor([1, 2, 5]))]
+    assert found == [[1, 5], [2]]
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_copy_whose_read_failed_is_not_made_up_for(
     homes: Homes, planted: bool, monkeypatch: pytest.MonkeyPatch

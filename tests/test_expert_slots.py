@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kit.processor import on_this_machine
 from offload.config.networks import Experts, FeedForward
+from offload.errors import ModelError
 from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
 from offload.speed.routing import distinct_experts, hit_rate
@@ -310,14 +311,15 @@ MUTANTS = [
     Mutant("experts of another number", "fill(expert[1]) for", "fill(expert[1] - 1) for", False),
     Mutant("another layer's expert of that number", "{(self._layer, number)", "{(0, number)", False),
     Mutant("the last used expert makes room", "next(iter(self._held.items()))", "next(reversed(self._held.items()))"),
-    Mutant("an expert that is there is fetched again into a second slot", "if each not in hits), key", "), key", False),
+    Mutant("an expert that is there is fetched again into a second slot", "each in wanted if each not in hits",
+           "each in wanted", False),
     Mutant("experts that are there may be given away", "self._fetch(shares.crossing[:room])",
            "self._fetch(shares.crossing[: len(self._slots)])", False),
     Mutant("only the first experts arrive", "left = shares.crossing[len(coming) :]", "left = []", False),
     Mutant("experts that are not used yet make room", "len(self._slots) - len(waiting)", "len(self._slots)", False),
     Mutant("an expert that is used counts as unused", "            self._held.move_to_end(expert)\n",
            "            pass\n"),
-    Mutant("a miss is run by both", "far + near[:count]", "far + near", False),
+    Mutant("a miss is run by both", "near[:count] + far", "near + far", False),
     Mutant("a miss is run by neither", "for each in near[count:]}", "for each in near[count + 1 :]}", False),
     Mutant("an expert follows into a slot in use", "[: max(room - len(far) - count, 0)]", "[: len(self._slots)]",
            False),
@@ -349,7 +351,7 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
             try:
                 if wrong(homes, given, of(BEST[-1])):
                     return True
-            except (AssertionError, RuntimeError, ValueError, KeyError, IndexError):
+            except (AssertionError, RuntimeError, ValueError, KeyError, IndexError, ModelError):
                 return True
             assert wrong(homes, right, of(BEST[-1])) == 0
             return [each.stats for each in given] != [each.stats for each in right]

@@ -23,6 +23,10 @@ class Homes(Protocol):
 
     def __len__(self) -> int: ...
 
+    def is_far(self, number: int) -> bool:
+        """Whether an expert is to be read from the file first, so that others are there sooner."""
+        ...
+
     def fill(self, number: int) -> Fill:
         """The function that begins to copy an expert into a slot, once the computation issued so far is done, which
         may read the slot."""
@@ -65,6 +69,9 @@ class HostHomes:
     def pace(self) -> LinkPace:
         return self._link.pace(self.num_bytes)
 
+    def is_far(self, number: int) -> bool:
+        return False
+
     def fill(self, number: int) -> Fill:
         home = self.content[number]
         return lambda slot: self._link.to_device(slot[: len(home)], home, (self._link.record(),))
@@ -79,6 +86,9 @@ class FileHomes:
 
     def __len__(self) -> int:
         return len(self._file)
+
+    def is_far(self, number: int) -> bool:
+        return True
 
     def fill(self, number: int) -> Fill:
         return partial(self._file.begin, number)
@@ -110,6 +120,9 @@ class CachedHomes:
 
     def pace(self) -> LinkPace:
         return self._link.pace(self.num_bytes)
+
+    def is_far(self, number: int) -> bool:
+        return (self._layer, number) not in self._places
 
     def fill(self, number: int) -> Fill:
         return partial(self._begin, (self._layer, number))

@@ -30,6 +30,9 @@ class ExpertSlots:
     def __len__(self) -> int:
         return len(self.content)
 
+    def __contains__(self, expert: Expert) -> bool:
+        return expert in self._held
+
     def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
         """The slot of each of `experts` that is in one. Such an expert counts as used now."""
         hits = {expert: self._held[expert] for expert in experts if expert in self._held}

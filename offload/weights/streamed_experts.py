@@ -95,7 +95,9 @@ class StreamedExperts:
         all, each has a few, whose slots the next ones take while others are used."""
         wanted = self._wanted(chosen)
         hits = self._slots.used(wanted)
-        missing = sorted((each for each in wanted if each not in hits), key=lambda each: -wanted[each])
+        missing = sorted(
+            (each for each in wanted if each not in hits), key=lambda own: (self._homes.is_far(own[1]), -wanted[own])
+        )
         room = len(self._slots) - len(hits)
         shares = self._shared(missing, wanted, room)
         self.stats += ExpertStats(len(hits), len(missing), 0, len(shares.by_cpu))
@@ -123,8 +125,8 @@ class StreamedExperts:
         return found
 
     def _shared(self, missing: Sequence[Expert], wanted: Mapping[Expert, int], room: int) -> _Shares:
-        """The shares of link and CPU. missing: those with the most rows first. room: slots that no expert of this pass
-        has."""
+        """The shares of link and CPU. missing: those in host memory first, of them those with the most rows. room:
+        slots that no expert of this pass has."""
         if (sharing := self._sharing) is None:
             return _Shares(missing)
         split, pace, num_bytes = sharing.split, sharing.homes.pace(), self._homes.num_bytes
@@ -133,10 +135,10 @@ class StreamedExperts:
         far = [each for each in missing if each[1] not in held]
         near = [each for each in missing if each[1] in held]
         rows = [wanted[each] for each in near]
-        count = split.crossing(rows, num_bytes, pace.behind(len(far)))
+        count = split.crossing(rows, num_bytes, pace)
         more = split.following(rows[count:], num_bytes, pace.behind(len(far) + count))
         sharing.behind.put(self._layer, near[count:][: max(room - len(far) - count, 0)], self._fetch)
-        return _Shares(far + near[:count], {each: held[each[1]] for each in near[count:]}, more)
+        return _Shares(near[:count] + far, {each: held[each[1]] for each in near[count:]}, more)
 
     def _by_cpu(self, places: Mapping[Expert, int], rows: Sequence[int]) -> Iterator[Batch]:
         """The batch that the CPU runs, which is timed. places: in host memory."""

@@ -178,7 +178,7 @@ def _residency(planned: Planned) -> dict[str, str]:
     arena = "prefill, then retrieved chunks" if plan.composition.budget else "prefill"
     return {
         "arena": arena,
-        "hidden rows": f"blocks of {plan.placement.prefill_block} rows in a prefill",
+        "hidden rows": f"blocks of {plan.placement.expert_rows} rows in a prefill",
         "target layers": f"{plan.placement.resident_layers} of {target.num_layers} layers",
         "expert slots": _slots(plan, target),
         "target experts": _held(plan, target),

@@ -74,15 +74,17 @@ def run_experts(
     beside: Tensor | None = None,
     real: Tensor | None = None,
     latents: Tensor | None = None,
+    *,
+    in_prefill: bool = False,
 ) -> Tensor:
-    """See `kernels.experts.RunExperts`. Rows of 16 bits; the router's matrix contiguous. Temporary memory:
-    `scratch_bytes` of at most MOST_ROWS rows."""
+    """See `kernels.experts.RunExperts`. Rows of 16 bits; the router's matrix contiguous. in_prefill: however few rows
+    there are, they are not multiplied in fixed point. Temporary memory: `scratch_bytes` of at most MOST_ROWS rows."""
     if rows.dtype.itemsize != 2:
         raise ValueError(f"rows are {rows.dtype}; a GPU's own experts take bf16 and fp16")
     nothing = [None] * -(-len(rows) // MOST_ROWS)
     parts = (nothing if each is None else each.split(MOST_ROWS) for each in (beside, real, latents))
     given = zip(rows.split(MOST_ROWS), *parts, strict=True)
-    fixed = len(rows) <= MAX_ROWS and homes.bank.places[0].has_integers
+    fixed = not in_prefill and len(rows) <= MAX_ROWS and homes.bank.places[0].has_integers
     made = [_run(mixture, homes, *each, fixed=fixed) for each in given]
     return made[0] if len(made) == 1 else torch.cat(made)
 

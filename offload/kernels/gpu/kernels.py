@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import gcd
 
 import torch
@@ -75,7 +76,7 @@ GPU_KERNELS = DeviceKernels(
         ShortConvolution: convolution.short_convolution,
     },
     experts=experts.run_experts,
-    prefill_experts=experts.run_experts,
+    prefill_experts=partial(experts.run_experts, in_prefill=True),
     decode_stored=_decode_stored,
     quantise=quantised.encode_in_parts,
     quantise_kv=quantised_kv_gpu.encode,

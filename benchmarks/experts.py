@@ -1,12 +1,14 @@
 """A mixture of experts in 4 bits on a CPU, beside llama.cpp: seconds of a prompt and of a token, in turns.
 
 usage: python benchmarks/experts.py [--layers 16] [--length 1024] [--tokens 48] [--turns 3] [--experts 64] [--used 4]
-                                    [--stored Q4_0] [--peers-env DIR]
+                                    [--stored Q4_0] [--host-memory GB] [--file FILE] [--peers-env DIR]
 
 The model is made up, of 64 experts of which a token uses 4, and stored in Q4_0, or as Q4_K_M files are: half of the
 layers' values and last matrices of experts in Q6_K. Rows choose experts at random, more evenly than those of a text.
 Both programs decode greedily, without drafts, from the same file and prompt; llama.cpp has the better of its two
-attentions. "read" is the rate at which this program reads the weights that a token needs.
+attentions. --host-memory: of this program's experts, as its option; llama.cpp maps the file, and has what the system
+leaves it: run both where memory is limited. --file: the model, made if it is missing and kept. "read" is the rate at
+which this program reads the weights that a token needs.
 """
 
 from __future__ import annotations
@@ -124,6 +126,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--used", type=int, default=4)
     parser.add_argument("--stored", choices=("Q4_0", "Q4_K_M"), default="Q4_0")
+    parser.add_argument("--host-memory", type=float)
+    parser.add_argument("--file", type=Path)
     parser.add_argument("--peers-env", default="")
     args = parser.parse_args()
     python = wheel_python(args.peers_env)
@@ -131,9 +135,11 @@ def main() -> None:
         raise UsageError(str(python))
     random = np.random.default_rng(1)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(file := Path(folder) / "experts.gguf", args.layers, args.experts, args.used, args.stored)
-        say(f"{file.stat().st_size / 1e9:.2f} GB written")
-        options = Options(speculation=False, dtype="bf16")
+        file = args.file or Path(folder) / "experts.gguf"
+        if not file.exists():
+            write_model(file, args.layers, args.experts, args.used, args.stored)
+            say(f"{file.stat().st_size / 1e9:.2f} GB written")
+        options = Options(speculation=False, dtype="bf16", host_memory=args.host_memory)
         plan = plan_request(file, None, options, num_prompt_tokens=args.length, max_tokens=args.tokens)
         taken: dict[str, list[tuple[float, float]]] = {"triforce": [], "llama.cpp": []}
         config = read_config(file)

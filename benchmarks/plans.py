@@ -3,9 +3,9 @@
 usage: python benchmarks/plans.py [--context 120000]
 
 Prints the tables of docs/memory.md; the second is for models with quantised weights, the third for those with states,
-the last for mixtures of experts. Nothing is measured: GPUs are RTX
-4090s at their typical rates, with 128 GB of host memory, and the models' shapes are from their published config.json
-files.
+the fourth for mixtures of experts, the last for four of them where host memory is short. Nothing is measured: GPUs are
+RTX 4090s at their typical rates, with 128 GB of host memory, and the models' shapes are from their published
+config.json files.
 """
 
 from __future__ import annotations
@@ -195,6 +195,8 @@ MIXTURES: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.j
     }, "Q4_K_M"),
 }  # fmt: skip
 HOSTS = (64, 128)  # GB of memory
+SHORT_HOSTS = (32, 64, 128)
+SHORT = ("gpt-oss 120B", "GLM-4.5-Air 106B-A12B", "Qwen3.6 35B-A3B", "Gemma 4 26B-A4B")  # as MIXTURES begin
 MIXTURES_HEAD = "| | 32,768 tokens | 131,072 |"
 STATES_HEAD = "| | 32,768 tokens | 131,072 | 262,144 |"
 HEAD = (
@@ -252,8 +254,11 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
         except (DoesNotFit, UsageError):
             continue
         predicted, slots = plan.predicted, plan.placement.expert_slots
+        if plan.placement.expert_places and host < HOSTS[-1]:
+            continue
         assert config.experts is not None
-        by_cpu, layers = plan.placement.cpu_experts, config.num_expert_layers
+        by_cpu = 0 if plan.placement.shares_experts else plan.placement.cpu_experts
+        layers = config.num_expert_layers
         run = f"CPU {by_cpu} of {layers} layers, " if by_cpu else ""
         if not slots:
             here = "all experts, 0"
@@ -266,9 +271,41 @@ def _in_slots(config: ModelConfig, memory: int, num_gpus: int, context: int) -> 
         more = f" (of {host} GB)" if host > HOSTS[0] else ""
         return (
             f"{levels}: {times}; {here} of {predicted.full_link_bytes / 1e9:.1f} GB; "
-            f"host {plan.placement.total_host_bytes / 1e9:.0f} GB{more}"
+            f"host {plan.placement.total_host_bytes / 1e9:.0f} GB{more}{_read(plan, config)}"
         )
     return "does not fit"
+
+
+def _read(plan: Plan, config: ModelConfig) -> str:
+    """The share of experts with a place in host memory, and the bytes that a token reads from the file."""
+    if not (places := plan.placement.expert_places):
+        return ""
+    assert config.experts is not None
+    return f"; {places / config.experts.count:.0%} of experts there, {plan.predicted.read_bytes / 1e9:.2f} GB read"
+
+
+def of_hosts(name: str, config: ModelConfig) -> list[str]:
+    """A row for each card and host memory: a token's seconds and those without speculation, and what is read."""
+    return [
+        f"| {name}, {card} GB, host {host} GB | "
+        + " | ".join(_on_host(config, card, host, context) for context in CONTEXTS[:2])
+        + " |"
+        for card in (12, 16, 24)
+        for host in SHORT_HOSTS
+    ]
+
+
+def _on_host(config: ModelConfig, memory: int, host: int, context: int) -> str:
+    hardware = replace(GPU, device_free_bytes=memory * 10**9, host_free_bytes=host * 10**9)
+    try:
+        plan = Request(config, head_of(config), Options(), hardware).plan(
+            num_prompt_tokens=context - MAX_TOKENS, max_tokens=MAX_TOKENS
+        )
+    except (DoesNotFit, UsageError):
+        return "does not fit"
+    predicted = plan.predicted
+    times = f"{milliseconds(predicted.seconds_per_token)} of {milliseconds(predicted.plain_seconds_per_token)}"
+    return times + _read(plan, config)
 
 
 def of_states(name: str, config: ModelConfig) -> list[str]:
@@ -330,6 +367,10 @@ def main() -> None:
     lines += ["", MIXTURES_HEAD, "|---" * 3 + "|"]
     for name, (fields, form) in MIXTURES.items():
         lines += of_mixture(name, stored(config_of(LLAMA | fields, name=name), form))
+    lines += ["", MIXTURES_HEAD, "|---" * 3 + "|"]
+    for name, (fields, form) in MIXTURES.items():
+        if name.startswith(SHORT):
+            lines += of_hosts(name, stored(config_of(LLAMA | fields, name=name), form))
     print("\n".join(lines))
 
 

@@ -37,8 +37,8 @@ EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 BUGS = [
     ("experts", Bug("the host says which experts run", EXPERTS, "lines = arranged(chosen, ",
                     "lines = arranged(torch.tensor(chosen.tolist(), dtype=torch.int32, device=rows.device), ")),
-    ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles, widen = len(lines.expert_of)",
-                    "tiles, widen = int((lines.expert_of >= 0).sum())")),
+    ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
+                    "tiles = int((lines.expert_of >= 0).sum())")),
 ]  # fmt: skip
 
 

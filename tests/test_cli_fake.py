@@ -314,6 +314,7 @@ def install() -> None:
         kernels_problem=lambda device, model: "",
         prefill_problem=lambda device: "",
         timed=lambda request: request,
+        disk_timed=lambda request, model: request,
     )
     asked = importlib.import_module("offload.engine.request")
     asked.__dict__.update(check_sampling=lambda sampling, model, tokenizer: None)

@@ -39,13 +39,13 @@ def growing(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 @pytest.fixture
 def run_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that a prefill runs, block by block."""
-    ran, run = list[int](), TorchLayers.run
+    ran, run = list[int](), TorchLayers._run_steps
 
     def noted(self: TorchLayers, layer: int, *arguments: Any, **more: Any) -> None:
         ran.append(layer)
         run(self, layer, *arguments, **more)
 
-    monkeypatch.setattr(TorchLayers, "run", noted)
+    monkeypatch.setattr(TorchLayers, "_run_steps", noted)
     return ran
 
 

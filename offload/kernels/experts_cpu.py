@@ -123,7 +123,7 @@ def _share_parts(network: FeedForward, pairs: int, count: int, row: int, dtype: 
 
 
 def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype, threads: int = 0) -> _Parts:
-    """The same for `_run`, with what routes rows. threads: of a prefill."""
+    """The shapes and dtypes of scratch for `_run`, with what routes rows. threads: of a prefill."""
     row, pairs = experts.row_size(hidden), num_rows * experts.used
     parts = _share_parts(experts.network, pairs, experts.count, row, dtype, widens=not threads)
     if threads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -82,7 +82,6 @@ def _disk_rate() -> float | None:
     from offload.engine.engine import time_disk
     from offload.hub.names import models_folder
 
-    try:
+    with suppress(OSError, TriforceError):
         return time_disk(models_folder())
-    except (OSError, TriforceError):
-        return None
+    return None

@@ -113,6 +113,7 @@ class InBatches:
     whole: ResidentExperts
     size: int
     room: Room | None = None
+    on_host: bool = False
 
     @property
     def bank(self) -> Bank:

@@ -23,7 +23,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.experts import Batch
-from offload.kernels.experts_host import run_on_host
+from offload.kernels.experts_host import HostRows
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
@@ -280,7 +280,7 @@ def test_what_experts_make_of_rows_comes_back_to_the_device(latent: int) -> None
         places = torch.full((8,), -1, dtype=torch.int32)
         places[[*experts]] = torch.tensor(experts, dtype=torch.int32)
         found = marked.clone()
-        run_on_host(given.experts, Batch(given.homes.bank, places), rows, chosen, found)
+        HostRows(rows, chosen).run(given.experts, Batch(given.homes.bank, places), found)
         return found
 
     whole, some = made(*range(8)), made(3, 7)

@@ -17,7 +17,6 @@ from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
 Multiply = Callable[[Tensor, Matrix, Tensor | None], Tensor]
-RunOnHost = Callable[..., None]  # see `experts_host.run_on_host`
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,8 @@ class Room:
 
 class ExpertHomes(Protocol):
     """The experts of one layer, wherever they are. bank: where most of their batches are. room: for what the host works
-    with once it knows which experts were chosen; None where it need not know."""
+    with once it knows which experts were chosen; None where it need not know. on_host: whether batches may be in host
+    memory, where the CPU runs them."""
 
     @property
     def bank(self) -> Bank: ...
@@ -112,10 +112,21 @@ class ExpertHomes(Protocol):
     @property
     def room(self) -> Room | None: ...
 
+    @property
+    def on_host(self) -> bool: ...
+
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """The experts `chosen`, any integers [...], each in one of several batches, in the device's bank or in one in
         host memory, where the CPU runs them. A batch is in its places until the next one is asked for. The number of
         all experts among the chosen ones stands for none."""
+        ...
+
+
+class OnHost(Protocol):
+    """What runs experts in host memory for a device."""
+
+    def run(self, experts: Experts, batch: Batch, made: Tensor) -> None:
+        """Fill the rows of `made`, [T * used, outputs] on the device, of the pairs whose experts are in the batch."""
         ...
 
 
@@ -218,10 +229,10 @@ def run_experts(
     *,
     multiply: Multiply,
     blocks: Sequence[int] | None = None,
-    on_host: RunOnHost | None = None,
+    host_rows: Callable[[Tensor, Tensor], OnHost] | None = None,
 ) -> Tensor:
-    """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. on_host: runs batches in host
-    memory, if there are some and the rows are not. blocks: rows of the successive
+    """See `RunExperts`. multiply: a product with a matrix, transposed, plus a bias. host_rows: makes what runs batches
+    in host memory (`experts_host.HostRows`), where the rows are elsewhere. blocks: rows of the successive
     blocks, equal ones, in which every product runs, so that a row's bits do not depend on T; None: all rows of an
     expert at once."""
     experts, router = mixture.experts, mixture.router
@@ -234,10 +245,10 @@ def run_experts(
     if real is not None:
         found = found.where(real[:, None], experts.count)
     made = rows.new_zeros(*found.shape, read.shape[1])
+    on_host = host_rows(read, found) if host_rows is not None and homes.on_host else None
     for batch in homes.batches(found):
-        if batch.bank.content.device != rows.device:
-            assert on_host is not None
-            on_host(experts, batch, read, found, made.flatten(0, 1))
+        if on_host is not None and batch.bank.content.device != rows.device:
+            on_host.run(experts, batch, made.flatten(0, 1))
             continue
         for expert, at in enumerate(batch.places.tolist()):
             if at < 0:

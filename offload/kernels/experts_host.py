@@ -14,12 +14,18 @@ from offload.kernels.experts_cpu import run_share
 _HOST = torch.device("cpu")
 
 
-def run_on_host(experts: Experts, batch: Batch, rows: Tensor, chosen: Tensor, made: Tensor) -> None:
-    """Fill the rows of `made`, [T * used, outputs], of the pairs whose experts are in a batch in host memory. rows:
-    [T, inputs], normed, or latents. chosen: of each row, integers [T, used]; the experts' number stands for none. All
-    but the batch is on the device. In fixed point where the experts have integers. Waits for the device."""
-    own, fixed = kernels(), batch.bank.places[0].has_integers
-    assert isinstance(own, CpuKernels), "a plan has the CPU run experts only where it has kernels"
-    given, wanted = rows.to(_HOST).contiguous(), chosen.to(_HOST, torch.int32).contiguous()
-    pairs, found = run_share(experts, batch.bank, batch.places, given, wanted, fixed=fixed, kernels=own)
-    made.index_copy_(0, pairs.to(made.device), found.to(made.device))
+class HostRows:
+    """The rows of a pass on the host, with the experts that each of them has chosen, for those experts that the CPU
+    runs. They are copied at once, before the device is given other work, and the copy waits for the device."""
+
+    def __init__(self, rows: Tensor, chosen: Tensor) -> None:
+        """rows: [T, inputs], normed, or latents. chosen: integers [T, used]; the experts' number stands for none."""
+        self._rows, self._chosen = rows.to(_HOST).contiguous(), chosen.to(_HOST, torch.int32).contiguous()
+
+    def run(self, experts: Experts, batch: Batch, made: Tensor) -> None:
+        """Fill the rows of `made`, [T * used, outputs] on the device, of the pairs whose experts are in a batch in host
+        memory; in fixed point where they have integers."""
+        own, fixed = kernels(), batch.bank.places[0].has_integers
+        assert isinstance(own, CpuKernels), "a plan has the CPU run experts only where it has kernels"
+        pairs, found = run_share(experts, batch.bank, batch.places, self._rows, self._chosen, fixed=fixed, kernels=own)
+        made.index_copy_(0, pairs.to(made.device), found.to(made.device))

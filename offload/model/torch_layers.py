@@ -15,7 +15,7 @@ from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
 from offload.kernels.device import Gated
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
-from offload.kernels.experts_host import run_on_host
+from offload.kernels.experts_host import HostRows
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
@@ -223,7 +223,7 @@ class TorchLayers:
         assert homes is not None
         beside = operands["beside"] if step.adds else None
         latents = operands["latent"] if step.mixture.experts.latent else None
-        run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks, on_host=run_on_host)
+        run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks, host_rows=HostRows)
         return run(step.mixture, homes, x, beside, real, latents)
 
     def _attended(self, step: Attend, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:

@@ -31,6 +31,7 @@ class ResidentExperts:
     """A layer's experts on the device, each in the place of its number."""
 
     room: Room | None = None
+    on_host = False
 
     def __init__(self, bank: Bank) -> None:
         self.bank = bank
@@ -44,6 +45,8 @@ class ResidentExperts:
 class HostExperts:
     """A layer's experts on the host, where the CPU runs them in a pass. in_prefill: the same experts in a prefill,
     whose many rows run on the device."""
+
+    on_host = True
 
     def __init__(self, own: ResidentExperts | StreamedExperts, in_prefill: StreamedExperts) -> None:
         """own: with their bank on the host."""

@@ -86,6 +86,7 @@ class StreamedExperts:
         own. sharing: of missed experts with the CPU; None: it runs none."""
         self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
         self._homes, self._slots, self._layer, self._sharing = homes, slots, layer, sharing
+        self.on_host = sharing is not None
         self._in_memory = None if sharing is None else bank_of(layout, sharing.homes.content)
         self.in_prefill = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
 

@@ -18,7 +18,7 @@ from offload.formats.fixed_gpu import GROUP, check_bytes, counts_of
 from offload.formats.stored import StoredMatrix
 from offload.formats.stored_codes_gpu import book_of
 from offload.kernels.experts import Bank, Batch, ExpertHomes, ExpertWeights, Matrix, Mixture, Room, Router
-from offload.kernels.experts_host import run_on_host
+from offload.kernels.experts_host import HostRows
 from offload.kernels.gpu.activation import NUMBERS, gated
 from offload.kernels.gpu.expert_programs import (
     arrange_pairs,
@@ -121,9 +121,10 @@ def _run(
 
     def multiply() -> None:
         own = {each: FixedRows.of(normed, each) for each in {*_encodings(first.gate, first.up)}} if fixed else {}
+        on_host = HostRows(normed, chosen) if homes.on_host else None
         for batch in homes.batches(chosen):
-            if batch.bank.content.device != rows.device:
-                run_on_host(experts, batch, normed, chosen, made)
+            if on_host is not None and batch.bank.content.device != rows.device:
+                on_host.run(experts, batch, made)
                 continue
             _inner(experts, first, lines, batch, normed, inner, own)
             pairs = Pairs(chosen, batch.places)

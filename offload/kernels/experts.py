@@ -123,7 +123,7 @@ class ExpertHomes(Protocol):
 
 
 class OnHost(Protocol):
-    """What runs experts in host memory for a device."""
+    """The runner of experts in host memory for a device."""
 
     def run(self, experts: Experts, batch: Batch, made: Tensor) -> None:
         """Fill the rows of `made`, [T * used, outputs] on the device, of the pairs whose experts are in the batch."""

@@ -80,7 +80,7 @@ RACES = [
     Bug("an expert is used before it has arrived", f"{WEIGHTS}.expert_slots", "lambda event: event.wait()",
         "lambda _: None"),
     Bug("an expert arrives in a slot that is still computed with", f"{WEIGHTS}.expert_homes",
-        "home, (self._link.record(),)", "home, ()"),
+        "home, (end or self._link.record(),)", "home, ()"),
     Bug("another slot runs", f"{WEIGHTS}.streamed_experts", "torch.tensor([*places.values()],",
         "torch.tensor([*places.values()][::-1],"),
 ]  # fmt: skip

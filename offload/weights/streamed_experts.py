@@ -87,14 +87,25 @@ class StreamedExperts:
         self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
         self._homes, self._slots, self._layer, self._sharing = homes, slots, layer, sharing
         self._in_memory = None if sharing is None else bank_of(layout, sharing.homes.content)
+        slots.computed(range(len(slots)), homes.computed())  # with what was in their memory before
         self.in_prefill = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
+
+    def ahead(self) -> None:
+        """See `ExpertHomes`. Experts are fetched in the order of their numbers into slots that none of the layer's has;
+        those in the file are not read ahead, since the host would wait for them."""
+        everyone = [(self._layer, number) for number in range(len(self._homes))]
+        held = self._slots.used(everyone)
+        others = (each for each in everyone if each not in held and not self._homes.is_far(each[1]))
+        self._fetch([*islice(others, len(self._slots) - len(held))])
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. The first batch has the experts that are in slots, while others cross the link; then come
-        those that the CPU runs; each further batch has a few of those that have arrived. Where slots are too few for
-        all, each has a few, whose slots the next ones take while others are used."""
+        those that the CPU runs; each further batch has a few of those that have arrived, the first asked for first.
+        Where slots are too few for all, each has a few, whose slots the next ones take while others are used."""
         wanted = self._wanted(chosen)
         hits = self._slots.used(wanted)
+        under_way = self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])
+        there = {own: slot for own, slot in hits.items() if own not in under_way}
         missing = sorted(
             (each for each in wanted if each not in hits), key=lambda own: (self._homes.is_far(own[1]), -wanted[own])
         )
@@ -103,16 +114,16 @@ class StreamedExperts:
         self.stats += ExpertStats(len(hits), len(missing), 0, len(shares.by_cpu))
         coming = self._fetch(shares.crossing[:room])
         left = shares.crossing[len(coming) :]
-        if hits and not left:
-            yield self._arrived(hits)
+        if there and not left:
+            yield from self._used(there)
         if self._sharing is not None:
             self._sharing.behind.fetch(shares.following)
         if shares.by_cpu:
             yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
-        waiting = hits | coming if left else coming
+        waiting = (there if left else {}) | under_way | coming
         while waiting:  # in the order in which they leave their slots: the least recently used first
             group = dict(islice(waiting.items(), _AT_ONCE))
-            yield self._arrived(group)
+            yield from self._used(group)
             waiting = {expert: slot for expert, slot in waiting.items() if expert not in group}
             coming = self._fetch(left[: len(self._slots) - len(waiting)])
             left, waiting = left[len(coming) :], waiting | coming
@@ -148,6 +159,13 @@ class StreamedExperts:
         yield Batch(self._in_memory, self._places(places))
         self._sharing.split.ran(rows, self._homes.num_bytes, time.perf_counter() - began)
         self._sharing.split.ended()
+
+    def _used(self, slots: dict[Expert, int]) -> Iterator[Batch]:
+        """The batch of experts in slots, which later copies leave alone until the computation with it is done."""
+        batch = self._arrived(slots)
+        self._slots.computed(slots.values(), None)  # for good, if the pass is broken off
+        yield batch
+        self._slots.computed(slots.values(), self._homes.computed())
 
     def _arrived(self, slots: dict[Expert, int]) -> Batch:
         """The batch of experts in slots, from when they have arrived."""

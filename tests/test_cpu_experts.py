@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -234,6 +234,29 @@ def test_text_is_the_same_wherever_experts_run(
     for purpose, tier in (("expert slots", placement.device_bytes), ("target experts", placement.host_bytes)):
         assert allocated[purpose] == tier[purpose]
     assert 0 < stats.by_cpu <= stats.misses
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_experts": 1}, {"dtype": "fp32"}], ids=str)
+def test_a_prefill_fetches_experts_before_their_router_has_chosen(
+    options: dict[str, Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a pass, whose rows want few, does not."""
+    best()
+    folder, greedy = folders("qwen3_moe"), SamplingParams(temperature=0.0)
+    expected, *_ = said(folder, greedy, **options | {"cpu_experts": None})
+    fetched, batches, ahead = list[tuple[int, bool]](), StreamedExperts.batches, StreamedExperts.ahead
+    monkeypatch.setattr(StreamedExperts, "ahead", lambda own: (ahead(own), setattr(own, "came", True))[0])
+
+    def seen(own: StreamedExperts, chosen: torch.Tensor) -> Iterator[Batch]:
+        fetched.append((len(chosen), own.__dict__.pop("came", False) and own.stats.fetched_bytes > 0))
+        return batches(own, chosen)
+
+    monkeypatch.setattr(StreamedExperts, "batches", seen)
+    found, *_ = said(folder, greedy, offload=WEIGHTS, **options)
+    assert found == expected
+    assert {rows > 32 for rows, came in fetched if came} == {True}
+    assert {came for rows, came in fetched if rows > 32} == {True}
+    assert {came for rows, came in fetched if rows <= 32} == {False}
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from offload.kernels.experts import ExpertHomes, Mixture, Router
 from offload.metrics import ExpertStats
 from offload.speed.routing import distinct_experts, hit_rate
 from offload.speed.split import LinkPace, Split
-from offload.transfer.link import CudaLink, PacedLink
+from offload.transfer.link import CudaLink, Done, Event, PacedLink
 from offload.transfer.memory import Memory
 from offload.weights import expert_homes as home_module
 from offload.weights import expert_slots as slot_module
@@ -226,6 +226,59 @@ def test_after_an_interrupt_a_copy_in_flight_is_waited_for(homes: Homes) -> None
         (batch,) = own.batches(torch.tensor([number]))
         assert torch.equal(slots.content[int(batch.places[number]), : layout.num_bytes], homes.of_host[0][number])
     link.close()
+
+
+def test_experts_that_came_ahead_are_used_in_turns_and_the_others_fetched(homes: Homes) -> None:
+    with streamed(homes, 5) as given:
+        own, num_bytes = given[0], homes.of_host[0].shape[1]
+        list(own.batches(torch.tensor([6])))
+        own.ahead()
+        assert own.stats.fetched_bytes == 5 * num_bytes  # and 6 stays
+        own.ahead()
+        batches = [(each.places >= 0).nonzero()[:, 0].tolist() for each in own.batches(torch.tensor([0, 1, 2, 3, 6]))]
+        assert batches == [[6], [0, 1], [2, 3]]
+        batches = [(each.places >= 0).nonzero()[:, 0].tolist() for each in own.batches(torch.arange(8))]
+        assert sorted(number for batch in batches for number in batch) == [*range(8)]
+        assert own.stats.fetched_bytes == 8 * num_bytes
+
+
+class Recorded(PacedLink):
+    """A link that says which copies wait for which of the events that were recorded on it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.recorded, self.waited = list[Event](), list[int]()
+
+    def record(self) -> Event:
+        self.recorded.append(Done())
+        return self.recorded[-1]
+
+    def to_device(self, dst: Tensor, src: Tensor, after: Sequence[Event] = ()) -> Event:
+        (event,) = after
+        self.waited.append(next(number for number, each in enumerate(self.recorded) if each is event))
+        return super().to_device(dst, src, after)
+
+
+def test_a_copy_waits_for_the_computation_that_read_its_slot_and_no_later_one(homes: Homes) -> None:
+    """Those fetched ahead would begin behind all that a host has issued before a GPU is done with it."""
+    with closing(Recorded()) as link:
+        layout, slots = layout_of(config_of(EXPERTS), torch.bfloat16), slots_of(4)
+        first, second = (
+            module.StreamedExperts(HostHomes(home, link), slots, layout, layer)
+            for layer, home in enumerate(homes.of_host[:2])
+        )
+        assert len(link.recorded) == 2  # when they were made
+        for _ in first.batches(torch.tensor([4, 5])):
+            link.record()  # other computation
+        after_use = len(link.recorded) - 1
+        for _ in range(3):
+            link.record()
+        second.ahead()
+        assert link.waited == [1, 1, 1, 1, after_use, after_use]
+        next(first.batches(torch.tensor([6])))  # is broken off
+        link.record()
+        second.ahead()
+        assert link.waited[6:] == [1, len(link.recorded) - 1]
 
 
 RACES = [

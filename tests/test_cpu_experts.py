@@ -24,6 +24,7 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.experts import Batch
 from offload.kernels.experts_host import run_on_host
+from offload.plan.cost import Cost
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
@@ -173,7 +174,8 @@ class TestThePlan:
     def test_fetches_experts_once_for_the_rows_of_a_prompt_that_run_at_once(
         self, has_kernels: bool, rows: int, groups: int
     ) -> None:
-        """As many as what experts make of them has 512 MiB for; a block where torch's operators run them."""
+        """As many as what experts make of them has 512 MiB for; a block where torch's operators run them. Those that
+        are in slots are not waited for, and neither are those that come ahead."""
         options = Options(cpu_experts=0, speculation=False, dtype="bf16")
         sizes = {"num_prompt_tokens": 20480 + BLOCK_ROWS, "max_tokens": 100}
         both = (linked(rate, has_kernels=has_kernels) for rate in (2.0, 1.0))
@@ -181,7 +183,29 @@ class TestThePlan:
         assert fast.placement.expert_rows == slow.placement.expert_rows == rows
         more = slow.predicted.prefill_seconds - fast.predicted.prefill_seconds
         experts = Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
-        assert more == pytest.approx(groups * experts / 2e9, rel=0.02)
+        assert (slots := fast.placement.expert_slots) == slow.placement.expert_slots
+        assert more == pytest.approx(groups * experts * (1 - slots / 128) / 2e9, rel=0.01)
+
+    def test_waits_for_no_expert_that_comes_ahead_of_the_choice(self) -> None:
+        """As many as there are slots, if rows want nearly all: the link is as busy, behind computation. Those in the
+        file do not come ahead."""
+        options = Options(cpu_experts=0, speculation=False, dtype="bf16")
+        made, experts = planned(linked(25.0), options), Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
+
+        def seconds(tokens: int, rate: float, slots: int, places: int = 0) -> float:
+            hardware = linked(rate, disk_read=1e18)
+            sizing = Sizing(MIXTURE, None, options, hardware, "bf16")
+            placement = replace(made.placement, expert_slots=slots, expert_places=places, expert_rows=2048)
+            return Cost(sizing, placement, made.request.capacity, made.composition).prefill(tokens)
+
+        computed = seconds(4096, 1e9, 128)
+        assert seconds(4096, 100.0, 128) == pytest.approx(computed, rel=0.01)
+        assert seconds(4096, 100.0, 32) == pytest.approx(computed + 2 * 0.75 * experts / 1e11, rel=0.01)
+        assert seconds(4096, 1.0, 128) == pytest.approx(experts / 1e9, rel=0.01)
+        assert seconds(4096, 100.0, 32, 96) == pytest.approx(computed + 1.75 * experts / 1e11, rel=0.01)
+        few = distinct_experts(Experts(FeedForward(1408), 128, 8), 32) / 128
+        assert few < 0.9
+        assert seconds(32, 100.0, 128) > few * experts / 1e11 + 0.9 * seconds(32, 1e9, 128)
 
     def test_lets_experts_that_all_stay_have_the_memory(self) -> None:
         made = planned(linked(25.0, has_kernels=True, device_free_bytes=40 * 10**9))

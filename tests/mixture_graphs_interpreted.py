@@ -131,7 +131,7 @@ def test_any_missed_expert_may_run_on_either(folders: Callable[[str], Path], mon
             assert gpu.problems == []
             by_cpu.append(sum(each.stats.by_cpu for each in engine.worker.target.weights.streamed_experts))
     assert by_cpu[:2] == [0, 0]
-    assert by_cpu[2] > 3
+    assert by_cpu[2] > 0
     for resident, *others in zip(*found, strict=True):
         assert all(torch.equal(resident, each) for each in others)
 

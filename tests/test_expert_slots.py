@@ -401,8 +401,8 @@ MUTANTS = [
     Mutant("experts that are there make room for those fetched ahead", "len(self._slots) - len(held)",
            "len(self._slots)", False),
     Mutant("an expert under way is used before its turn to make room",
-           "under_way = self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])",
-           "under_way = {own: slot for own, slot in hits.items() if not self._slots.has_arrived(slot)}", False),
+           "return self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])",
+           "return {own: slot for own, slot in hits.items() if not self._slots.has_arrived(slot)}", False),
     Mutant("an expert under way counts as there", "there = {own: slot for own, slot in hits.items() if own not in"
            " under_way}", "there, under_way = hits, {}", False),
     Mutant("the CPU runs another expert", "{each: held[each[1]] for", "{each: held[each[1]] - 1 for", False),

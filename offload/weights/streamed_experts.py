@@ -104,7 +104,7 @@ class StreamedExperts:
         Where slots are too few for all, each has a few, whose slots the next ones take while others are used."""
         wanted = self._wanted(chosen)
         hits = self._slots.used(wanted)
-        under_way = self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])
+        under_way = self._under_way(hits)
         there = {own: slot for own, slot in hits.items() if own not in under_way}
         missing = sorted(
             (each for each in wanted if each not in hits), key=lambda own: (self._homes.is_far(own[1]), -wanted[own])
@@ -134,6 +134,13 @@ class StreamedExperts:
         found = {(self._layer, number): own for number, own in zip(numbers, rows, strict=True)}
         found.pop((self._layer, len(self._homes)), None)  # no expert
         return found
+
+    def _under_way(self, hits: Mapping[Expert, int]) -> dict[Expert, int]:
+        """Those of `hits` that may not have arrived, which count as used last. In a pass whose misses the CPU shares,
+        those that followed its work have mostly arrived, and batches of their own would be launches for nothing."""
+        if self._sharing is not None:
+            return {}
+        return self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])
 
     def _shared(self, missing: Sequence[Expert], wanted: Mapping[Expert, int], room: int) -> _Shares:
         """The shares of link and CPU. missing: those in host memory first, of them those with the most rows. room:

@@ -24,6 +24,7 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.experts import Batch
 from offload.kernels.experts_host import run_on_host
+from offload.model import torch_layers
 from offload.plan.cost import Cost
 from offload.plan.options import Options
 from offload.plan.planner import Plan
@@ -192,10 +193,11 @@ class TestThePlan:
         options = Options(cpu_experts=0, speculation=False, dtype="bf16")
         made, experts = planned(linked(25.0), options), Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
 
-        def seconds(tokens: int, rate: float, slots: int, places: int = 0) -> float:
+        def seconds(tokens: int, rate: float, slots: int, places: int = 0, by_cpu: int = 0) -> float:
             hardware = linked(rate, disk_read=1e18)
             sizing = Sizing(MIXTURE, None, options, hardware, "bf16")
             placement = replace(made.placement, expert_slots=slots, expert_places=places, expert_rows=2048)
+            placement = replace(placement, cpu_experts=by_cpu, shares_experts=False)
             return Cost(sizing, placement, made.request.capacity, made.composition).prefill(tokens)
 
         computed = seconds(4096, 1e9, 128)
@@ -203,6 +205,8 @@ class TestThePlan:
         assert seconds(4096, 100.0, 32) == pytest.approx(computed + 2 * 0.75 * experts / 1e11, rel=0.01)
         assert seconds(4096, 1.0, 128) == pytest.approx(experts / 1e9, rel=0.01)
         assert seconds(4096, 100.0, 32, 96) == pytest.approx(computed + 1.75 * experts / 1e11, rel=0.01)
+        held = 0.75 * 32 / 128 + 0.25 * 16 / 128  # a quarter of the layers has a prefill's 16 slots
+        assert seconds(4096, 1.0, 32, by_cpu=6) == pytest.approx((2 - held) * experts / 1e9, rel=0.01)
         few = distinct_experts(Experts(FeedForward(1408), 128, 8), 32) / 128
         assert few < 0.9
         assert seconds(32, 100.0, 128) > few * experts / 1e11 + 0.9 * seconds(32, 1e9, 128)
@@ -281,6 +285,11 @@ def test_a_prefill_fetches_experts_before_their_router_has_chosen(
     assert {rows > 32 for rows, came in fetched if came} == {True}
     assert {came for rows, came in fetched if rows > 32} == {True}
     assert {came for rows, came in fetched if rows <= 32} == {False}
+    fetched.clear()
+    monkeypatch.setattr(torch_layers, "wants_nearly_all", lambda experts, rows: rows > 60)  # no group of the prompt's
+    found, *_ = said(folder, greedy, offload=WEIGHTS, **options)
+    assert found == expected
+    assert {came for _, came in fetched} == {False}
 
 
 @pytest.mark.parametrize("shared", [True, False])

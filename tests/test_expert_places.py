@@ -255,6 +255,24 @@ def test_experts_in_host_memory_are_used_before_those_that_are_read(homes: Homes
     assert found == [[1, 5], [2]]
 
 
+def test_experts_in_the_file_do_not_come_ahead(homes: Homes) -> None:
+    """The host would wait for their reads, one after the other, before it launches a layer's attention."""
+    reads, link = LateReads(), LateLink(late_in=True, late_out=False)
+    own = tiered(homes, link, reads.begin, 4, 5)[0]
+    own.ahead()
+    assert (reads.num_begun, link.num_coming) == (0, 0)
+    assert isinstance(own, StreamedExperts)
+    for wanted in ([1, 2, 3, 4, 5], [4, 5, 6, 7]):
+        list(own.batches(torch.tensor(wanted)))
+    own._slots, begun = empty_like(own._slots), reads.num_begun  # 3 to 7 are in places
+    own.ahead()
+    assert (reads.num_begun, link.num_coming) == (begun, 4)
+
+
+def empty_like(slots: slot_module.ExpertSlots) -> slot_module.ExpertSlots:
+    return slot_module.ExpertSlots(torch.zeros_like(slots.content))
+
+
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_copy_whose_read_failed_is_not_made_up_for(
     homes: Homes, planted: bool, monkeypatch: pytest.MonkeyPatch

@@ -242,6 +242,23 @@ def test_experts_that_came_ahead_are_used_in_turns_and_the_others_fetched(homes:
         assert own.stats.fetched_bytes == 8 * num_bytes
 
 
+def test_experts_that_followed_the_cpus_work_are_in_a_batch_with_those_that_are_there(homes: Homes) -> None:
+    """A pass of few rows would have one more batch, with launches of its own, for copies that have long ended."""
+
+    class ByCpu(Split):
+        def crossing(self, rows: Sequence[int], num_bytes: int, link: LinkPace) -> int:
+            return 0
+
+        def following(self, rows: Sequence[int], num_bytes: int, link: LinkPace) -> int:
+            return 2
+
+    with streamed(homes, 8, split=ByCpu()) as given:
+        own = given[0]
+        for wanted, numbers in (([0, 1], [[0, 1]]), ([0, 1, 2], [[0, 1], [2]]), ([0, 1, 2], [[0, 1, 2]])):
+            batches = [(each.places >= 0).nonzero()[:, 0].tolist() for each in own.batches(torch.tensor(wanted))]
+            assert batches == numbers
+
+
 class Recorded(PacedLink):
     """A link that says which copies wait for which of the events that were recorded on it."""
 

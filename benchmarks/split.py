@@ -32,10 +32,11 @@ from offload.speed.routing import hit_rate
 from offload.speed.split import Split
 from offload.transfer.link import PacedLink
 from offload.transfer.pace import sleep_until
+from offload.weights.expert_homes import HostHomes
 from offload.weights.expert_layout import bank_of, layout_of
 from offload.weights.expert_slots import ExpertSlots
-from offload.weights.experts import HostExperts
-from offload.weights.streamed_experts import Behind, StreamedExperts
+from offload.weights.experts import HostExperts, ResidentExperts
+from offload.weights.streamed_experts import Behind, Sharing, StreamedExperts
 
 EXPERTS = Experts(FeedForward(32), 128, 8)
 SHARES = (0.2, 0.4, 0.6)
@@ -101,14 +102,16 @@ def layers_of(count: int, link: PacedLink, share: float, on_cpu: int, split: Spl
     layout = layout_of(model, torch.bfloat16)
     slots = min(round(share * EXPERTS.count * count / max(count - on_cpu, 1)), EXPERTS.count)
     behind = Behind()
-    homes = torch.zeros(EXPERTS.count, layout.num_bytes, dtype=torch.uint8)
+    homes = HostHomes(torch.zeros(EXPERTS.count, layout.num_bytes, dtype=torch.uint8), link)
+    sharing = None if split is None else Sharing(homes, split, behind)
 
     def streamed(layer: int, number: int) -> StreamedExperts:
         content = torch.zeros(number, layout.num_bytes, dtype=torch.uint8)
-        return StreamedExperts(homes, ExpertSlots(content, link), layout, layer, split=split, behind=behind)
+        return StreamedExperts(homes, ExpertSlots(content), layout, layer, sharing=sharing)
 
     here = [streamed(layer, slots) for layer in range(count - on_cpu)]
-    return [*here, *(HostExperts(bank_of(layout, homes), streamed(layer, 1)) for layer in range(on_cpu))]
+    on_host = ResidentExperts(bank_of(layout, homes.content))
+    return [*here, *(HostExperts(on_host, streamed(layer, 1)) for layer in range(on_cpu))]
 
 
 def bytes_of_expert() -> int:

@@ -259,6 +259,30 @@ def test_experts_that_followed_the_cpus_work_are_in_a_batch_with_those_that_are_
             assert batches == numbers
 
 
+def test_an_expert_that_came_with_a_prefill_does_not_follow_the_cpus_work_too(homes: Homes) -> None:
+    """It was then in two slots, of which one was nobody's from there on."""
+
+    class ByCpu(Split):
+        most = 0
+
+        def crossing(self, rows: Sequence[int], num_bytes: int, link: LinkPace) -> int:
+            return 0
+
+        def following(self, rows: Sequence[int], num_bytes: int, link: LinkPace) -> int:
+            return self.most
+
+    split = ByCpu()
+    with streamed(homes, 4, split=split) as given:
+        for own in given[:2]:
+            list(own.batches(torch.tensor([0, 1, 2])))  # they follow, but the link is busy
+        given[0].in_prefill.ahead()
+        list(given[0].in_prefill.batches(torch.tensor([0, 1, 2])))
+        split.most = 8
+        list(given[1].batches(torch.tensor([3])))
+        for own in given[:2]:
+            assert sorted([*own._slots._held.values(), *own._slots._free]) == [*range(4)]
+
+
 class Recorded(PacedLink):
     """A link that says which copies wait for which of the events that were recorded on it."""
 

@@ -155,7 +155,7 @@ class StreamedExperts:
         rows = [wanted[each] for each in near]
         count = split.crossing(rows, num_bytes, pace)
         more = split.following(rows[count:], num_bytes, pace.behind(len(far) + count))
-        sharing.behind.put(self._layer, near[count:][: max(room - len(far) - count, 0)], self._fetch)
+        sharing.behind.put(self._layer, near[count:][: max(room - len(far) - count, 0)], self._follow)
         return _Shares(near[:count] + far, {each: held[each[1]] for each in near[count:]}, more)
 
     def _by_cpu(self, places: Mapping[Expert, int], rows: Sequence[int]) -> Iterator[Batch]:
@@ -183,6 +183,10 @@ class StreamedExperts:
         of_all = torch.full((len(self._homes),), -1, dtype=torch.int32)
         of_all[[number for _, number in places]] = torch.tensor([*places.values()], dtype=torch.int32)
         return of_all
+
+    def _follow(self, experts: Sequence[Expert]) -> None:
+        """Begin to fetch experts that the CPU has run, but for those that a prefill has fetched since."""
+        self._fetch([each for each in experts if each not in self._slots])
 
     def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
         self.stats += ExpertStats(fetched_bytes=len(experts) * self._homes.num_bytes)

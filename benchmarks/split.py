@@ -102,17 +102,16 @@ def layers_of(count: int, link: PacedLink, share: float, on_cpu: int, split: Spl
     layout = layout_of(model, torch.bfloat16)
     slots = min(round(share * EXPERTS.count * count / max(count - on_cpu, 1)), EXPERTS.count)
     behind = Behind()
-    homes = torch.zeros(EXPERTS.count, layout.num_bytes, dtype=torch.uint8)
+    homes = HostHomes(torch.zeros(EXPERTS.count, layout.num_bytes, dtype=torch.uint8), link)
+    sharing = None if split is None else Sharing(homes, split, behind)
 
     def streamed(layer: int, number: int) -> StreamedExperts:
         content = torch.zeros(number, layout.num_bytes, dtype=torch.uint8)
-        own = HostHomes(homes, link)
-        sharing = None if split is None else Sharing(own, split, behind)
-        return StreamedExperts(own, ExpertSlots(content), layout, layer, sharing=sharing)
+        return StreamedExperts(homes, ExpertSlots(content), layout, layer, sharing=sharing)
 
     here = [streamed(layer, slots) for layer in range(count - on_cpu)]
-    resident = ResidentExperts(bank_of(layout, homes))
-    return [*here, *(HostExperts(resident, streamed(layer, 1)) for layer in range(on_cpu))]
+    on_host = ResidentExperts(bank_of(layout, homes.content))
+    return [*here, *(HostExperts(on_host, streamed(layer, 1)) for layer in range(on_cpu))]
 
 
 def bytes_of_expert() -> int:

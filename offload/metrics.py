@@ -87,9 +87,9 @@ class LevelStats:
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """Counters of experts on the host that layers wanted: those that were on the device already, and those that were
-    not, of which the CPU ran some. An expert counts once in a pass over a layer, or in each block of a prefill.
-    fetched_bytes: over the link, those of experts that followed the CPU's work among them."""
+    """Counters of experts on the host that layers wanted: those that were on the device already or on their way, and
+    those that were not, of which the CPU ran some. An expert counts once in a pass over a layer, or in each block of a
+    prefill. fetched_bytes: over the link, those of experts that followed the CPU's work, or came ahead, among them."""
 
     hits: int = 0
     misses: int = 0

@@ -80,7 +80,10 @@ RACES = [
     Bug("an expert is used before it has arrived", f"{WEIGHTS}.expert_slots", "lambda event: event.wait()",
         "lambda _: None"),
     Bug("an expert arrives in a slot that is still computed with", f"{WEIGHTS}.expert_homes",
-        "home, (self._link.record(),)", "home, ()"),
+        "home, (end or self._link.record(),)", "home, ()"),
+    Bug("an expert arrives in a slot that a later computation reads", f"{WEIGHTS}.streamed_experts",
+        "yield batch\n        self._slots.computed(slots.values(), self._homes.computed())",
+        "self._slots.computed(slots.values(), self._homes.computed())\n        yield batch"),
     Bug("another slot runs", f"{WEIGHTS}.streamed_experts", "torch.tensor([*places.values()],",
         "torch.tensor([*places.values()][::-1],"),
 ]  # fmt: skip
@@ -91,7 +94,7 @@ def test_a_race_for_an_experts_slot_is_seen(bug: Bug | None, folders: Callable[[
     case, found = Case("target", model="qwen3_moe", dtype="bf16"), []
     for own, planted in ((case, None), (replace(case, slots=3), bug)):
         with on_gpu(folders(case.model), own, planted) as (engine, gpu):
-            engine.precompute(PROMPT[:9])
+            engine.precompute(PROMPT[:20])  # 12 rows of a prefill want nearly all experts
             found.append([forward(engine.levels["target"], [token], 1).cpu() for token in TOKENS[:3]])
             problems = gpu.problems
     alike = all(map(torch.equal, *found))
@@ -131,7 +134,7 @@ def test_any_missed_expert_may_run_on_either(folders: Callable[[str], Path], mon
             assert gpu.problems == []
             by_cpu.append(sum(each.stats.by_cpu for each in engine.worker.target.weights.streamed_experts))
     assert by_cpu[:2] == [0, 0]
-    assert by_cpu[2] > 3
+    assert by_cpu[2] > 0
     for resident, *others in zip(*found, strict=True):
         assert all(torch.equal(resident, each) for each in others)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels.experts import Batch
 from offload.kernels.experts_host import HostRows
+from offload.model import torch_layers
+from offload.plan.cost import Cost
 from offload.plan.options import Options
 from offload.plan.planner import Plan
 from offload.plan.request import Request
@@ -173,7 +175,8 @@ class TestThePlan:
     def test_fetches_experts_once_for_the_rows_of_a_prompt_that_run_at_once(
         self, has_kernels: bool, rows: int, groups: int
     ) -> None:
-        """As many as what experts make of them has 512 MiB for; a block where torch's operators run them."""
+        """As many as what experts make of them has 512 MiB for; a block where torch's operators run them. Those that
+        are in slots are not waited for, and neither are those that come ahead."""
         options = Options(cpu_experts=0, speculation=False, dtype="bf16")
         sizes = {"num_prompt_tokens": 20480 + BLOCK_ROWS, "max_tokens": 100}
         both = (linked(rate, has_kernels=has_kernels) for rate in (2.0, 1.0))
@@ -181,7 +184,32 @@ class TestThePlan:
         assert fast.placement.expert_rows == slow.placement.expert_rows == rows
         more = slow.predicted.prefill_seconds - fast.predicted.prefill_seconds
         experts = Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
-        assert more == pytest.approx(groups * experts / 2e9, rel=0.02)
+        assert (slots := fast.placement.expert_slots) == slow.placement.expert_slots
+        assert more == pytest.approx(groups * experts * (1 - slots / 128) / 2e9, rel=0.01)
+
+    def test_waits_for_no_expert_that_comes_ahead_of_the_choice(self) -> None:
+        """As many as there are slots, if rows want nearly all: the link is as busy, behind computation. Those in the
+        file do not come ahead."""
+        options = Options(cpu_experts=0, speculation=False, dtype="bf16")
+        made, experts = planned(linked(25.0), options), Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
+
+        def seconds(tokens: int, rate: float, slots: int, places: int = 0, by_cpu: int = 0) -> float:
+            hardware = linked(rate, disk_read=1e18)
+            sizing = Sizing(MIXTURE, None, options, hardware, "bf16")
+            placement = replace(made.placement, expert_slots=slots, expert_places=places, expert_rows=2048)
+            placement = replace(placement, cpu_experts=by_cpu, shares_experts=False)
+            return Cost(sizing, placement, made.request.capacity, made.composition).prefill(tokens)
+
+        computed = seconds(4096, 1e9, 128)
+        assert seconds(4096, 100.0, 128) == pytest.approx(computed, rel=0.01)
+        assert seconds(4096, 100.0, 32) == pytest.approx(computed + 2 * 0.75 * experts / 1e11, rel=0.01)
+        assert seconds(4096, 1.0, 128) == pytest.approx(experts / 1e9, rel=0.01)
+        assert seconds(4096, 100.0, 32, 96) == pytest.approx(computed + 1.75 * experts / 1e11, rel=0.01)
+        held = 0.75 * 32 / 128 + 0.25 * 16 / 128  # a quarter of the layers has a prefill's 16 slots
+        assert seconds(4096, 1.0, 32, by_cpu=6) == pytest.approx((2 - held) * experts / 1e9, rel=0.01)
+        few = distinct_experts(Experts(FeedForward(1408), 128, 8), 32) / 128
+        assert few < 0.9
+        assert seconds(32, 100.0, 128) > few * experts / 1e11 + 0.9 * seconds(32, 1e9, 128)
 
     def test_lets_experts_that_all_stay_have_the_memory(self) -> None:
         made = planned(linked(25.0, has_kernels=True, device_free_bytes=40 * 10**9))
@@ -234,6 +262,34 @@ def test_text_is_the_same_wherever_experts_run(
     for purpose, tier in (("expert slots", placement.device_bytes), ("target experts", placement.host_bytes)):
         assert allocated[purpose] == tier[purpose]
     assert 0 < stats.by_cpu <= stats.misses
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_experts": 1}, {"dtype": "fp32"}], ids=str)
+def test_a_prefill_fetches_experts_before_their_router_has_chosen(
+    options: dict[str, Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a pass, whose rows want few, does not."""
+    best()
+    folder, greedy = folders("qwen3_moe"), SamplingParams(temperature=0.0)
+    expected, *_ = said(folder, greedy, **options | {"cpu_experts": None})
+    fetched, batches, ahead = list[tuple[int, bool]](), StreamedExperts.batches, StreamedExperts.ahead
+    monkeypatch.setattr(StreamedExperts, "ahead", lambda own: (ahead(own), setattr(own, "came", True))[0])
+
+    def seen(own: StreamedExperts, chosen: torch.Tensor) -> Iterator[Batch]:
+        fetched.append((len(chosen), own.__dict__.pop("came", False) and own.stats.fetched_bytes > 0))
+        return batches(own, chosen)
+
+    monkeypatch.setattr(StreamedExperts, "batches", seen)
+    found, *_ = said(folder, greedy, offload=WEIGHTS, **options)
+    assert found == expected
+    assert {rows > 32 for rows, came in fetched if came} == {True}
+    assert {came for rows, came in fetched if rows > 32} == {True}
+    assert {came for rows, came in fetched if rows <= 32} == {False}
+    fetched.clear()
+    monkeypatch.setattr(torch_layers, "wants_nearly_all", lambda experts, rows: rows > 60)  # no group of the prompt's
+    found, *_ = said(folder, greedy, offload=WEIGHTS, **options)
+    assert found == expected
+    assert {came for _, came in fetched} == {False}
 
 
 @pytest.mark.parametrize("shared", [True, False])

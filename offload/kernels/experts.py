@@ -115,6 +115,11 @@ class ExpertHomes(Protocol):
     @property
     def on_host(self) -> bool: ...
 
+    def ahead(self) -> None:
+        """Begin to fetch experts before their router has chosen, as far as there is room for them. A layer whose rows
+        want nearly all of them calls it before its attention."""
+        ...
+
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """The experts `chosen`, any integers [...], each in one of several batches, in the device's bank or in one in
         host memory, where the CPU runs them. A batch is in its places until the next one is asked for. The number of

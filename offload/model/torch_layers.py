@@ -34,6 +34,7 @@ from offload.model.layer import (
     steps_of,
 )
 from offload.model.sums import Due, OneRank, Sums, dues_of
+from offload.speed.routing import wants_nearly_all
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, by_heads, product
 
@@ -101,7 +102,9 @@ class TorchLayers:
         own, steps, done = self._config.blocks[layer], self._steps_of(layer, weights), 0
         blocks = [_Block(first, rows) for first, rows in zip(range(0, len(x), block), x.split(block), strict=True)]
         last, mixer = steps, list[Due]()
-        if self._run_experts is not None and own.experts is not None and len(blocks) > 1:
+        together = self._run_experts is not None and own.experts is not None and len(blocks) > 1
+        self._ahead(layer, x if together else blocks[0].x)
+        if together:
             at = next(number for number, step in enumerate(steps) if isinstance(step, Mix))
             first, mix, last = steps[:at], steps[at], steps[at + 1 :]
             assert isinstance(mix, Mix)
@@ -120,6 +123,12 @@ class TorchLayers:
             each.operands.clear()
             done += len(each.x)
             yield done
+
+    def _ahead(self, layer: int, x: Tensor) -> None:
+        """Begin to fetch a layer's experts before its router chooses them, where rows x want nearly all."""
+        experts, homes = self._config.blocks[layer].experts, self._experts[layer]
+        if experts is not None and homes is not None and wants_nearly_all(experts, len(x)):
+            homes.ahead()
 
     def _dues(self, own: Block, block: _Block) -> tuple[list[Due], list[Due]]:
         return dues_of(own, *block.x.shape, squares=norms_over_ranks(self._config, self._sums))

@@ -17,7 +17,7 @@ from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
-from offload.speed.routing import layers_wanted_bytes
+from offload.speed.routing import SHARED_SLOTS, layers_wanted_bytes, wants_nearly_all
 
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
@@ -154,24 +154,38 @@ class Cost(Passes):
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of a prefill, layer by layer: the longest of computation with its sums and the waits for experts, of
-        the transfers in each direction, weights once, experts once for the rows that run through them at once, rows of
-        the cache back once, hidden rows between two layers, and of reading experts from the disk as often."""
+        the transfers in each direction, weights once, experts that no slot has once for the rows that run through them
+        at once, rows of the cache back once, hidden rows between two layers, and of reading experts from the disk as
+        often."""
         hidden = self._crossing_rows(num_tokens)
-        fetched = self._fetched(num_tokens)  # behind a layer's attention, when its router has chosen
+        fetched, awaited = self._fetched(num_tokens)
         inward = self.streamed_weights + hidden + fetched
         back = num_tokens * self.sizing.kv_bytes_per_token * self.share_on_host + hidden
         computed = self.device.prefill(num_tokens) + self.device.sums(num_tokens, -(-num_tokens // PREFILL_BLOCK))
         to_host = min(self.sizing.hardware.rates.to_host, self.link_rate)
-        computed += self.device.restoring + fetched / self.link_rate
+        computed += self.device.restoring + awaited / self.link_rate
         read = self._for_experts(num_tokens, self.read_bytes) / self.num_sequences
         return max(computed, inward / self.link_rate, back / to_host, read / self.sizing.hardware.disk_read)
 
-    def _fetched(self, num_tokens: int) -> float:
-        """Bytes of experts over each device's link in a prefill that finds none of them on the device."""
+    def _fetched(self, num_tokens: int) -> tuple[float, float]:
+        """Bytes of experts over each device's link in a prefill that finds none of them on the device, and bytes among
+        them that are waited for, behind a layer's attention. Those that fill the slots at first are not, if they come
+        ahead of their router's choice; later rows find as many in slots."""
         if not self.placement.expert_slots:
-            return 0.0
-        wanted = partial(layers_wanted_bytes, self.sizing.shard, self.sizing.itemsize)
-        return self._for_experts(num_tokens, wanted)
+            return 0.0, 0.0
+        first = min(num_tokens, self.placement.expert_rows)
+        awaited = self._for_experts(num_tokens, self._in_no_slot)
+        filling = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, first) - self._in_no_slot(first)
+        experts = self.sizing.shard.experts
+        assert experts is not None
+        ahead = wants_nearly_all(experts, first) and not self.placement.expert_places  # those in the file do not
+        return awaited + filling, awaited + (0.0 if ahead else filling)
+
+    def _in_no_slot(self, rows: int) -> float:
+        """Bytes of experts that `rows` rows of a prefill want and that are in no slot once all slots have some."""
+        wanted = partial(layers_wanted_bytes, self.sizing.shard, self.sizing.itemsize, rows)
+        by_cpu = self.share_on_cpu  # in passes
+        return by_cpu * wanted(SHARED_SLOTS) + (1.0 - by_cpu) * wanted(self.placement.expert_slots)
 
     def _for_experts(self, num_tokens: int, of_rows: Callable[[int], float]) -> float:
         """The sum of `of_rows` over the rows of a prefill that run through a layer's experts at once."""

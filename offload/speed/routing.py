@@ -9,6 +9,7 @@ from offload.config.model import ModelConfig
 from offload.config.networks import Experts
 
 SHARED_SLOTS = 16  # of the layers whose experts the CPU runs, in a prefill
+_NEARLY_ALL = 0.9  # of a layer's experts: from there on they are fetched before its router has chosen
 _ALIKE = 0.7  # rows of a text choose like so many independent ones, as a power (docs/memory.md)
 
 
@@ -21,6 +22,11 @@ def independent_rows(rows: float) -> float:
 def distinct_experts(experts: Experts, rows: float) -> float:
     """The experts of a layer that `rows` rows of a text choose between them."""
     return float(experts.count * (1.0 - (1.0 - experts.used / experts.count) ** independent_rows(rows)))
+
+
+def wants_nearly_all(experts: Experts, rows: float) -> bool:
+    """Whether `rows` rows of a text choose so many of a layer's experts that few are fetched in vain if all are."""
+    return distinct_experts(experts, rows) >= _NEARLY_ALL * experts.count
 
 
 def hit_rate(experts: Experts, slots: int, rows: int) -> float:

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from offload.speed.split import LinkPace
-from offload.transfer.link import Event, Link
+from offload.transfer.link import Done, Event, Link
 from offload.weights.expert_file import ExpertFile
 from offload.weights.expert_slots import Expert, ExpertSlots, Fill
 
@@ -28,8 +28,12 @@ class Homes(Protocol):
         ...
 
     def fill(self, number: int) -> Fill:
-        """The function that begins to copy an expert into a slot, once the computation issued so far is done, which
-        may read the slot."""
+        """The function that begins to copy an expert into a slot, uint8 [bytes], once an event has happened, the end of
+        the computation that reads the slot; None: of all that has been issued by then."""
+        ...
+
+    def computed(self) -> Event:
+        """The end of the computation issued so far."""
         ...
 
 
@@ -74,7 +78,10 @@ class HostHomes:
 
     def fill(self, number: int) -> Fill:
         home = self.content[number]
-        return lambda slot: self._link.to_device(slot[: len(home)], home, (self._link.record(),))
+        return lambda slot, end: self._link.to_device(slot[: len(home)], home, (end or self._link.record(),))
+
+    def computed(self) -> Event:
+        return self._link.record()
 
 
 class FileHomes:
@@ -91,7 +98,10 @@ class FileHomes:
         return True
 
     def fill(self, number: int) -> Fill:
-        return partial(self._file.begin, number)
+        return lambda slot, end: self._file.begin(number, slot)
+
+    def computed(self) -> Event:
+        return Done()
 
 
 class CachedHomes:
@@ -127,11 +137,14 @@ class CachedHomes:
     def fill(self, number: int) -> Fill:
         return partial(self._begin, (self._layer, number))
 
-    def _begin(self, expert: Expert, slot: Tensor) -> Event:
+    def computed(self) -> Event:
+        return self._link.record()
+
+    def _begin(self, expert: Expert, slot: Tensor, end: Event | None) -> Event:
         held = self._places.used([expert]) or self._places.fetch({expert: self._homes.fill(expert[1])})
-        place, computed = held[expert], self._link.record()
+        place = held[expert]
         content = self._places.content[place]
-        copy = partial(self._link.to_device, slot[: len(content)], content, (computed,))
+        copy = partial(self._link.to_device, slot[: len(content)], content, (end or self._link.record(),))
         arrival = _Arrival(partial(self._places.arrived, held), copy)
         if self._places.has_arrived(place):
             arrival.begin()

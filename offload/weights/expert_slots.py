@@ -12,7 +12,7 @@ from offload.errors import ModelError
 from offload.transfer.link import Event
 
 Expert = tuple[int, int]  # its layer, and its number there
-Fill = Callable[[Tensor], Event]  # begins to copy an expert into a slot, uint8 [bytes]
+Fill = Callable[[Tensor, Event | None], Event]  # see `Homes.fill`
 
 
 class ExpertSlots:
@@ -26,6 +26,7 @@ class ExpertSlots:
         self._free: list[int] = [*range(len(content))]
         self._arriving = dict[int, Event]()  # by slot: copies to it that nobody has waited for
         self._leaving = dict[int, Event]()  # by slot: the last copy from it
+        self._computed = dict[int, Event]()  # by slot: the end of the computation with its last expert, if it is known
 
     def __len__(self) -> int:
         return len(self.content)
@@ -46,7 +47,7 @@ class ExpertSlots:
         found = dict[Expert, int]()
         for expert, fill in experts.items():
             slot = self._made_free()
-            self._arriving[slot] = fill(self.content[slot])
+            self._arriving[slot] = fill(self.content[slot], self._computed.get(slot))
             self._held[expert] = found[expert] = self._free.pop()
         return found
 
@@ -56,6 +57,15 @@ class ExpertSlots:
         for expert, slot in slots.items():
             self._wait(expert, slot, lambda event: event.wait())
         return slots
+
+    def computed(self, slots: Iterable[int], end: Event | None) -> None:
+        """Have later copies to `slots` wait for `end`, after which computation reads what is there no more. None: for
+        all computation that has been issued when they are asked for."""
+        for slot in slots:
+            if end is None:
+                self._computed.pop(slot, None)
+            else:
+                self._computed[slot] = end
 
     def has_arrived(self, slot: int) -> bool:
         """Whether somebody has waited for what was copied to `slot`."""

@@ -37,6 +37,9 @@ class ResidentExperts:
         self.bank = bank
         self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
 
+    def ahead(self) -> None:
+        """See `ExpertHomes`. All experts are there."""
+
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. All experts are in one batch."""
         yield Batch(self.bank, self._places)
@@ -51,6 +54,9 @@ class HostExperts:
     def __init__(self, own: ResidentExperts | StreamedExperts, in_prefill: StreamedExperts) -> None:
         """own: with their bank on the host."""
         self.bank, self.own, self.in_prefill, self.room = own.bank, own, in_prefill, in_prefill.room
+
+    def ahead(self) -> None:
+        self.own.ahead()
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         return self.own.batches(chosen)

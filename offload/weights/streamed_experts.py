@@ -88,14 +88,25 @@ class StreamedExperts:
         self._homes, self._slots, self._layer, self._sharing = homes, slots, layer, sharing
         self.on_host = sharing is not None
         self._in_memory = None if sharing is None else bank_of(layout, sharing.homes.content)
+        slots.computed(range(len(slots)), homes.computed())  # with what was in their memory before
         self.in_prefill = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
+
+    def ahead(self) -> None:
+        """See `ExpertHomes`. Experts are fetched in the order of their numbers into slots that none of the layer's has;
+        those in the file are not read ahead, since the host would wait for them."""
+        everyone = [(self._layer, number) for number in range(len(self._homes))]
+        held = self._slots.used(everyone)
+        others = (each for each in everyone if each not in held and not self._homes.is_far(each[1]))
+        self._fetch([*islice(others, len(self._slots) - len(held))])
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. The first batch has the experts that are in slots, while others cross the link; then come
-        those that the CPU runs; each further batch has a few of those that have arrived. Where slots are too few for
-        all, each has a few, whose slots the next ones take while others are used."""
+        those that the CPU runs; each further batch has a few of those that have arrived, the first asked for first.
+        Where slots are too few for all, each has a few, whose slots the next ones take while others are used."""
         wanted = self._wanted(chosen)
         hits = self._slots.used(wanted)
+        under_way = self._under_way(hits)
+        there = {own: slot for own, slot in hits.items() if own not in under_way}
         missing = sorted(
             (each for each in wanted if each not in hits), key=lambda own: (self._homes.is_far(own[1]), -wanted[own])
         )
@@ -104,16 +115,16 @@ class StreamedExperts:
         self.stats += ExpertStats(len(hits), len(missing), 0, len(shares.by_cpu))
         coming = self._fetch(shares.crossing[:room])
         left = shares.crossing[len(coming) :]
-        if hits and not left:
-            yield self._arrived(hits)
+        if there and not left:
+            yield from self._used(there)
         if self._sharing is not None:
             self._sharing.behind.fetch(shares.following)
         if shares.by_cpu:
             yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
-        waiting = hits | coming if left else coming
+        waiting = (there if left else {}) | under_way | coming
         while waiting:  # in the order in which they leave their slots: the least recently used first
             group = dict(islice(waiting.items(), _AT_ONCE))
-            yield self._arrived(group)
+            yield from self._used(group)
             waiting = {expert: slot for expert, slot in waiting.items() if expert not in group}
             coming = self._fetch(left[: len(self._slots) - len(waiting)])
             left, waiting = left[len(coming) :], waiting | coming
@@ -124,6 +135,13 @@ class StreamedExperts:
         found = {(self._layer, number): own for number, own in zip(numbers, rows, strict=True)}
         found.pop((self._layer, len(self._homes)), None)  # no expert
         return found
+
+    def _under_way(self, hits: Mapping[Expert, int]) -> dict[Expert, int]:
+        """Those of `hits` that may not have arrived, which count as used last. In a pass whose misses the CPU shares,
+        those that followed its work have mostly arrived, and batches of their own would be launches for nothing."""
+        if self._sharing is not None:
+            return {}
+        return self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])
 
     def _shared(self, missing: Sequence[Expert], wanted: Mapping[Expert, int], room: int) -> _Shares:
         """The shares of link and CPU. missing: those in host memory first, of them those with the most rows. room:
@@ -138,7 +156,7 @@ class StreamedExperts:
         rows = [wanted[each] for each in near]
         count = split.crossing(rows, num_bytes, pace)
         more = split.following(rows[count:], num_bytes, pace.behind(len(far) + count))
-        sharing.behind.put(self._layer, near[count:][: max(room - len(far) - count, 0)], self._fetch)
+        sharing.behind.put(self._layer, near[count:][: max(room - len(far) - count, 0)], self._follow)
         return _Shares(near[:count] + far, {each: held[each[1]] for each in near[count:]}, more)
 
     def _by_cpu(self, places: Mapping[Expert, int], rows: Sequence[int]) -> Iterator[Batch]:
@@ -150,6 +168,13 @@ class StreamedExperts:
         self._sharing.split.ran(rows, self._homes.num_bytes, time.perf_counter() - began)
         self._sharing.split.ended()
 
+    def _used(self, slots: dict[Expert, int]) -> Iterator[Batch]:
+        """The batch of experts in slots, which later copies leave alone until the computation with it is done."""
+        batch = self._arrived(slots)
+        self._slots.computed(slots.values(), None)  # for good, if the pass is broken off
+        yield batch
+        self._slots.computed(slots.values(), self._homes.computed())
+
     def _arrived(self, slots: dict[Expert, int]) -> Batch:
         """The batch of experts in slots, from when they have arrived."""
         places = self._places(self._slots.arrived(slots))
@@ -159,6 +184,10 @@ class StreamedExperts:
         of_all = torch.full((len(self._homes),), -1, dtype=torch.int32)
         of_all[[number for _, number in places]] = torch.tensor([*places.values()], dtype=torch.int32)
         return of_all
+
+    def _follow(self, experts: Sequence[Expert]) -> None:
+        """Begin to fetch experts that the CPU has run, but for those that a prefill has fetched since."""
+        self._fetch([each for each in experts if each not in self._slots])
 
     def _fetch(self, experts: Sequence[Expert]) -> dict[Expert, int]:
         self.stats += ExpertStats(fetched_bytes=len(experts) * self._homes.num_bytes)

@@ -137,8 +137,8 @@ class StreamedExperts:
         return found
 
     def _under_way(self, hits: Mapping[Expert, int]) -> dict[Expert, int]:
-        """Those of `hits` that may not have arrived, which count as used last. In a pass whose misses the CPU shares,
-        those that followed its work have mostly arrived, and batches of their own would be launches for nothing."""
+        """The experts of `hits` that may not have arrived, which count as used last. In a pass whose misses the CPU
+        shares, those that followed its work have mostly arrived: batches of their own would be launches for nothing."""
         if self._sharing is not None:
             return {}
         return self._slots.used([own for own, slot in hits.items() if not self._slots.has_arrived(slot)])

@@ -128,7 +128,9 @@ class ExpertHomes(Protocol):
 
 
 class OnHost(Protocol):
-    """The runner of experts in host memory for a device."""
+    """The runner of experts in host memory for a device. chosen: the experts of each row, on the host."""
+
+    chosen: Tensor
 
     def run(self, experts: Experts, batch: Batch, made: Tensor) -> None:
         """Fill the rows of `made`, [T * used, outputs] on the device, of the pairs whose experts are in the batch."""
@@ -251,7 +253,7 @@ def run_experts(
         found = found.where(real[:, None], experts.count)
     made = rows.new_zeros(*found.shape, read.shape[1])
     on_host = host_rows(read, found) if host_rows is not None and homes.on_host else None
-    for batch in homes.batches(found):
+    for batch in homes.batches(found if on_host is None else on_host.chosen):
         if on_host is not None and batch.bank.content.device != rows.device:
             on_host.run(experts, batch, made.flatten(0, 1))
             continue

@@ -20,12 +20,12 @@ class HostRows:
 
     def __init__(self, rows: Tensor, chosen: Tensor) -> None:
         """rows: [T, inputs], normed, or latents. chosen: integers [T, used]; the experts' number stands for none."""
-        self._rows, self._chosen = rows.to(_HOST).contiguous(), chosen.to(_HOST, torch.int32).contiguous()
+        self._rows, self.chosen = rows.to(_HOST).contiguous(), chosen.to(_HOST, torch.int32).contiguous()
 
     def run(self, experts: Experts, batch: Batch, made: Tensor) -> None:
         """Fill the rows of `made`, [T * used, outputs] on the device, of the pairs whose experts are in a batch in host
         memory; in fixed point where they have integers."""
         own, fixed = kernels(), batch.bank.places[0].has_integers
         assert isinstance(own, CpuKernels), "a plan has the CPU run experts only where it has kernels"
-        pairs, found = run_share(experts, batch.bank, batch.places, self._rows, self._chosen, fixed=fixed, kernels=own)
+        pairs, found = run_share(experts, batch.bank, batch.places, self._rows, self.chosen, fixed=fixed, kernels=own)
         made.index_copy_(0, pairs.to(made.device), found.to(made.device))

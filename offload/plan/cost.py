@@ -17,7 +17,7 @@ from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
-from offload.speed.routing import SHARED_SLOTS, layers_wanted_bytes, wants_nearly_all
+from offload.speed.routing import SHARED_SLOTS, layers_wanted_bytes, over_groups, wants_nearly_all
 
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
@@ -189,8 +189,7 @@ class Cost(Passes):
 
     def _for_experts(self, num_tokens: int, of_rows: Callable[[int], float]) -> float:
         """The sum of `of_rows` over the rows of a prefill that run through a layer's experts at once."""
-        whole, rest = divmod(num_tokens, self.placement.expert_rows)
-        return whole * of_rows(self.placement.expert_rows) + (of_rows(rest) if rest else 0.0)
+        return over_groups(num_tokens, self.placement.expert_rows, of_rows)
 
     def _crossing_rows(self, num_tokens: int) -> int:
         """Bytes over each device's link, in either direction, for the hidden rows of a prefill."""

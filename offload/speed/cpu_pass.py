@@ -14,7 +14,7 @@ from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import EXPERT_ALIGNMENT, code_bytes
 from offload.speed.curves import FAR_BYTES, NEAR_BYTES, Curves, at, in_bits
 from offload.speed.hardware import Hardware
-from offload.speed.routing import distinct_experts
+from offload.speed.routing import distinct_experts, over_groups
 
 _CODED_SHARE = 5 / 16  # of attention to 16 bits, where attention to 4 bits was not measured
 _PANEL_SHARE, _MAKING_ROWS = 0.85, 16.0  # of a prefill's experts: of the rate of large products; see docs/memory.md
@@ -38,7 +38,7 @@ def shares_experts(config: ModelConfig, hardware: Hardware, dtype: str) -> bool:
         return True
     kinds = (kind for kind, _ in config.kinds if kind.block.experts is not None)
     forms = {part.encoding for kind in kinds for part in expert_matrices(kind.block, kind.hidden_size).values()}
-    in_fixed_point = all(form and not ENCODINGS[form].is_rounded for form in forms)
+    in_fixed_point = all(form and ENCODINGS[form].has_integers for form in forms)
     return hardware.has_kernels and dtype != "fp32" and in_fixed_point
 
 
@@ -104,8 +104,7 @@ class CpuPass:
         config = self.config.prefilled
         numbers = config.all_layers(ModelConfig.layer_matrix_elements)
         pairs = config.seen_pairs(num_tokens) * config.num_heads * config.head_dim
-        whole, rest = divmod(num_tokens, expert_rows)
-        experts = whole * self._prefilled_experts(expert_rows) + (self._prefilled_experts(rest) if rest else 0.0)
+        experts = over_groups(num_tokens, expert_rows, self._prefilled_experts)
         return num_tokens * numbers * self.curves.product + experts + pairs * self.curves.pair
 
     def _prefilled_experts(self, rows: int) -> float:

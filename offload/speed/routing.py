@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log
 
 from offload.config.model import ModelConfig
@@ -27,6 +27,12 @@ def distinct_experts(experts: Experts, rows: float) -> float:
 def wants_nearly_all(experts: Experts, rows: float) -> bool:
     """Whether `rows` rows of a text choose so many of a layer's experts that few are fetched in vain if all are."""
     return distinct_experts(experts, rows) >= _NEARLY_ALL * experts.count
+
+
+def over_groups(num_rows: int, at_once: int, of_rows: Callable[[int], float]) -> float:
+    """The sum of `of_rows` over groups of `at_once` rows, as a prefill's run through experts, and over the rest."""
+    whole, rest = divmod(num_rows, at_once)
+    return whole * of_rows(at_once) + (of_rows(rest) if rest else 0.0)
 
 
 def hit_rate(experts: Experts, slots: int, rows: int) -> float:

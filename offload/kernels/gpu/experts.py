@@ -122,7 +122,7 @@ def _run(
     def multiply() -> None:
         own = {each: FixedRows.of(normed, each) for each in {*_encodings(first.gate, first.up)}} if fixed else {}
         on_host = HostRows(normed, chosen) if homes.on_host else None
-        for batch in homes.batches(chosen):
+        for batch in homes.batches(chosen if on_host is None else on_host.chosen):
             if on_host is not None and batch.bank.content.device != rows.device:
                 on_host.run(experts, batch, made)
                 continue

@@ -8,11 +8,9 @@ neither the old expert nor the new one.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import sleep
 from types import ModuleType
 from typing import Any
@@ -33,7 +31,7 @@ from offload.weights import expert_slots as slot_module
 from offload.weights.expert_layout import layout_of
 from offload.weights.experts import HostExperts
 from offload.weights.streamed_experts import Behind, Sharing, StreamedExperts
-from test_expert_slots import BEST, EXPERTS, AtRandom, Homes, few_at_once
+from test_expert_slots import BEST, EXPERTS, AtRandom, Homes, edited_module, few_at_once
 
 __all__ = ["few_at_once"]  # for all tests here, too
 from test_experts import Run, config_of, of
@@ -334,12 +332,7 @@ MUTANTS = [
 
 
 def edited(mutant: Mutant) -> Modules:
-    original = home_module if mutant.of_homes else slot_module
-    source = Path(str(original.__file__)).read_text()
-    assert source.count(mutant.old) == 1
-    made = ModuleType("edited_places")
-    sys.modules["edited_places"] = made
-    exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), made.__dict__)
+    made = edited_module(home_module if mutant.of_homes else slot_module, mutant.old, mutant.new)
     return Modules(homes=made) if mutant.of_homes else Modules(slots=made)
 
 

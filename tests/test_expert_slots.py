@@ -410,6 +410,24 @@ def test_a_failed_copy_loses_no_slot(homes: Homes) -> None:
     link.close()
 
 
+def order_of_use(homes: Homes, *sources: ModuleType) -> list[list[int]]:
+    """The experts of each batch where one is there and three come ahead."""
+    with streamed(homes, 4, *sources) as given:
+        list(given[0].batches(torch.tensor([2])))
+        given[0].ahead()
+        return [(each.places >= 0).nonzero()[:, 0].tolist() for each in given[0].batches(torch.arange(4))]
+
+
+def edited_module(original: ModuleType, old: str, new: str) -> ModuleType:
+    """The module with `new` in place of `old`, which it has once."""
+    source = Path(str(original.__file__)).read_text()
+    assert source.count(old) == 1
+    made = ModuleType("edited_experts")
+    sys.modules["edited_experts"] = made
+    exec(compile(source.replace(old, new), "<edited>", "exec"), made.__dict__)
+    return made
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A fault: `old` becomes `new` in the source of weights/streamed_experts.py, or of slots."""
@@ -453,20 +471,14 @@ MUTANTS = [
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.description)
 def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
-    """By other bits, by an error, or by other counts than those of the least recently used."""
-    original = slot_module if mutant.of_slots else module
-    source = Path(str(original.__file__)).read_text()
-    assert source.count(mutant.old) == 1
-    edited = ModuleType(original.__name__)
-    sys.modules["edited_experts"] = edited
-    edited.__dict__["__name__"] = "edited_experts"
-    exec(compile(source.replace(mutant.old, mutant.new), "<edited>", "exec"), edited.__dict__)
+    """By other bits, by an error, by other counts than those of the least recently used, or another order of use."""
+    edited = edited_module(slot_module if mutant.of_slots else module, mutant.old, mutant.new)
     vars(edited).update(_AT_ONCE=2)
 
     sources = (module, edited) if mutant.of_slots else (edited, slot_module)
 
-    def fails(slots: int, shared: bool = False) -> bool:
-        own, theirs = (None if shared else AtRandom(slots) for _ in range(2))
+    def fails(slots: int, shared: bool = False, splits: bool = False) -> bool:
+        own, theirs = (AtRandom(slots) if splits else None for _ in range(2))
         with (
             streamed(homes, slots, *sources, shared=shared, split=own) as given,
             streamed(homes, slots, shared=shared, split=theirs) as right,
@@ -477,9 +489,10 @@ def test_each_fault_shows(homes: Homes, mutant: Mutant) -> None:
             except (AssertionError, RuntimeError, ValueError, KeyError, IndexError, ModelError):
                 return True
             assert wrong(homes, right, of(BEST[-1])) == 0
-            return [each.stats for each in given] != [each.stats for each in right]
+            counted = [each.stats for each in given] != [each.stats for each in right]
+        return counted or order_of_use(homes, *sources) != order_of_use(homes)
 
-    assert any(map(fails, SLOTS)) or fails(5, shared=True)
+    assert any(fails(slots, splits=splits) for splits in (True, False) for slots in SLOTS) or fails(5, shared=True)
 
 
 def test_a_resident_experts_place_is_its_number() -> None:

@@ -25,12 +25,13 @@ from offload.config.matrices import (
     layer_products,
     mixer_shapes,
 )
-from offload.config.mixers import Attention, Recurrence
+from offload.config.mixers import Attention, Indexer, Recurrence
 from offload.config.names import TensorNames
 from offload.config.networks import Experts, FeedForward
 from offload.config.norm import Norm
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
+from offload.config.streams import Streams
 from offload.config.vectors import layer_norms, layer_vectors
 
 
@@ -48,7 +49,8 @@ class ModelConfig:
     `Encodings`; both are the same if the head is the table. quantisation: the rules from which the encodings follow, if
     config.json has some. next_token: the layer of its next-token head (MTP), if it has one. suppressed: tokens that are
     never drawn. layer_table: of the inputs of layers. assistant: this is a draft without a cache, all of whose layers
-    share keys and values. is_head: this is such a head by itself (config/next_token.py).
+    share keys and values. is_head: this is such a head by itself (config/next_token.py). last_mean_encodings: of the
+    matrices of the mean of the last streams, where all layers have residual streams.
     """
 
     family: str
@@ -76,6 +78,7 @@ class ModelConfig:
     is_head: bool = False
     layer_table: LayerTable | None = None
     assistant: Assistant | None = None
+    last_mean_encodings: tuple[str, str] = ("", "")
 
     @property
     def num_layers(self) -> int:
@@ -235,6 +238,21 @@ class ModelConfig:
         return tuple(window for window in windows if window is not None)
 
     @property
+    def streams(self) -> Streams | None:
+        """The residual streams of all layers; None for one residual row."""
+        return self.blocks[0].streams if self.blocks else None
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a hidden row between layers."""
+        return self.hidden_size * (self.streams.count if self.streams else 1)
+
+    @cached_property
+    def indexer(self) -> Indexer | None:
+        """The indexer of the growing layers, if they choose what they attend to."""
+        return self.block.attention.indexer if self.growing else None
+
+    @property
     def window(self) -> int:
         """Tokens of the longest window; 0 if there is none."""
         return max(self.windows, default=0)
@@ -259,6 +277,7 @@ class ModelConfig:
                 sink_logits=False,
                 shares=False,
                 latent=None,
+                indexer=None,
             ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
@@ -381,6 +400,17 @@ class ModelConfig:
             self.names.layer_projection: Matrix(numbers, self.hidden_size, own.projection_encoding),
         }
 
+    @cached_property
+    def of_last_mean(self) -> dict[str, Matrix]:
+        """The matrices of the mean of the last streams, by name; empty without streams."""
+        if (streams := self.streams) is None or self.is_head:
+            return {}
+        names, (down, up) = self.names, self.last_mean_encodings
+        return {
+            f"{names.last_streams(names.streams.down)}.weight": Matrix(streams.rank, self.row_size, down),
+            f"{names.last_streams(names.streams.up)}.weight": Matrix(self.row_size, streams.rank, up),
+        }
+
     def layer_table_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the layer table, which is read by rows from its file; 0 without one."""
         return self.of_layer_table[self.names.layer_table].nbytes(dtype_bytes) if self.layer_table else 0
@@ -437,13 +467,14 @@ class ModelConfig:
         layers = self.all_layers(ModelConfig.layer_parameters)
         inputs = sum(each.outputs * each.inputs for each in self.of_layer_table.values())
         inputs += self.layer_table.size if self.layer_table else 0
-        return embeddings + inputs + layers + self.hidden_size * (1 + self.norm.bias)
+        inputs += sum(each.outputs * each.inputs for each in self.of_last_mean.values())
+        return embeddings + inputs + layers + self.row_size * (1 + self.norm.bias)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights at `dtype_bytes` per element."""
-        vectors = self.hidden_size * (1 + self.norm.bias) * self.norm.itemsize(dtype_bytes)
+        vectors = self.row_size * (1 + self.norm.bias) * self.norm.itemsize(dtype_bytes)
         tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
-        tables += sum(each.nbytes(dtype_bytes) for each in self.of_layer_table.values())
+        tables += sum(each.nbytes(dtype_bytes) for each in (*self.of_layer_table.values(), *self.of_last_mean.values()))
         own = self.assistant.matrices(self.hidden_size) if self.assistant else {}
         tables += sum(each.nbytes(dtype_bytes) for each in own.values())
         vectors += self.layer_table.size * self.layer_table.norm.itemsize(dtype_bytes) if self.layer_table else 0

@@ -72,6 +72,32 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class StreamNames:
+    """The tensor names of the means of residual streams. mixer, network: the prefixes of those within a layer; last:
+    of that behind the layers, within the body. The others are names behind a prefix, of the norm, the matrices `down`
+    and `up`, and the matrix of the factors with which outputs are added."""
+
+    mixer: str = "attn_hyper_connection."
+    network: str = "mlp_hyper_connection."
+    last: str = "hyper_connection_mixer."
+    norm: str = "hc_norm"
+    down: str = "input_mix_weight_down"
+    up: str = "input_mix_weight_up"
+    inject: str = "block_inject_weight"
+
+
+@dataclass(frozen=True)
+class IndexNames:
+    """The tensor names of an indexer within a layer. queries, key: of its projections; if they are one tensor, it has
+    the queries before the key. q_norm, k_norm: of both norms."""
+
+    queries: str = "self_attn.indexer.index_qk_proj"
+    key: str = "self_attn.indexer.index_qk_proj"
+    q_norm: str = "self_attn.indexer.q_layernorm"
+    k_norm: str = "self_attn.indexer.k_layernorm"
+
+
+@dataclass(frozen=True)
 class NextTokenNames:
     """The tensor names of a next-token head. layer: the prefix of those in its layer; the others are whole names, of
     the matrix that joins an embedding and a hidden row, of the norms that both have before it, and of the norm of the
@@ -132,6 +158,8 @@ class TensorNames:
     recurrence: RecurrenceNames = RecurrenceNames()
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
+    streams: StreamNames = StreamNames()
+    index: IndexNames = IndexNames()
     unused: tuple[str, ...] = ()
 
     @property
@@ -192,3 +220,7 @@ class TensorNames:
     @property
     def norm(self) -> str:
         return f"{self.body}{self.final_norm}"
+
+    def last_streams(self, name: str) -> str:
+        """The whole name of a tensor of the mean of the last streams. name: as in `StreamNames`."""
+        return f"{self.body}{self.streams.last}{name}"

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from offload.config.model import ModelConfig
+from offload.kernels.pooled import IndexRows
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import Cache, Phase
 from offload.kv.states import DraftStates, StateCache
@@ -47,6 +48,10 @@ class MixedCache:
         self.growing.begin(phase, num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        cache, at = self._places[layer]
+        return cache.attend(at, q, k, v)
+
+    def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
         cache, at = self._places[layer]
         return cache.attend(at, q, k, v)
 

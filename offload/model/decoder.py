@@ -22,6 +22,7 @@ from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.experts import RunExperts
+from offload.kernels.pooled import IndexRows
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rows import products_alike
 from offload.kv import Cache
@@ -29,6 +30,7 @@ from offload.model.heads import norms_over_ranks
 from offload.model.layer import MixRows
 from offload.model.layer_inputs import LayerInputs
 from offload.model.native_layers import NativeLayers
+from offload.model.streams import mean_of
 from offload.model.sums import OneRank, Sums, dues_of
 from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
@@ -36,6 +38,7 @@ from offload.weights.embedding import Embedding
 from offload.weights.experts import in_prefill
 from offload.weights.layers import ResidentLayers
 from offload.weights.loader import Weights
+from offload.weights.streams import StreamWeights
 
 # Called with a block's first row and the block [n, hidden], the last layer's output; the block is overwritten later.
 OnHidden = Callable[[int, Tensor], None]
@@ -225,7 +228,14 @@ class Decoder:
         return self._embedded(tokens)
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """The tokens' embeddings [T, hidden], normed and scaled as the model requires; in `out` if it is given."""
+        """The tokens' embeddings [T, hidden], normed and scaled as the model requires, or as many copies as there are
+        streams, side by side; in `out` if it is given."""
+        if (streams := self.config.streams) is not None:
+            copies = self._rows_of(tokens, None).repeat(1, streams.count)
+            return copies if out is None else out.copy_(copies)
+        return self._rows_of(tokens, out)
+
+    def _rows_of(self, tokens: Tensor, out: Tensor | None) -> Tensor:
         x = self.weights.embedding.rows(tokens, out=out)
         if (norm := self.config.embedding_norm) is not None:
             x.copy_(rms_norm(x.float(), x.shape[1:], eps=norm.eps))
@@ -261,13 +271,20 @@ class Decoder:
         return all(products_alike(products, block, dtype, torch.get_num_threads()) for dtype in dtypes)
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
-        """The logits of hidden rows: hidden [n, hidden] -> [n, V] in the model's dtype. block: as in `forward`."""
+        """The logits of hidden rows: hidden [n, hidden], or all of their streams -> [n, V] in the model's dtype. block:
+        as in `forward`."""
         assert self.weights.head is not None, "rank 0 alone has the head"
-        norm, head = self.weights.final_norm, self.weights.head
-        if (native := self._native_for(len(hidden), block)) is not None:
-            logits = native.multiply(hidden, head, norm)
+        last, head = self.weights.final_norm, self.weights.head
+        native, blocks = self._native_for(len(hidden), block), self._blocks([len(hidden)], block)
+        if native is not None:
+            multiply: Callable[..., Tensor] = native.multiply
         else:
-            logits = self._operators.multiply(hidden, head, norm, self._blocks([len(hidden)], block))
+            multiply = partial(self._operators.multiply, blocks=blocks)
+        if isinstance(last, StreamWeights):
+            hidden, norm = mean_of(hidden, last, multiply).rows, None
+        else:
+            norm = last
+        logits = multiply(hidden, head, norm)
         if self.config.logits_scale != 1:
             logits.mul_(self.config.logits_scale)
         if (cap := self.config.logits_cap) is not None:
@@ -300,6 +317,14 @@ class _Caches:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._caches = [each.cache for each in segments]
         self._counts = [len(each.tokens) for each in segments]
+
+    def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
+        each = zip(*(rows.split(self._counts) for rows in (q, k, v, index.q, index.k)), strict=True)
+        own = zip(self._caches, each, strict=True)
+        return torch.cat([
+            _mixing(cache).attend_chosen(layer, *rows, IndexRows(queries, key, index.norm))
+            for cache, (*rows, queries, key) in own
+        ])  # fmt: skip
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         own = zip(*(self._split(rows) for rows in (q, k, v)), strict=True)

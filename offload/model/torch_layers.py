@@ -17,14 +17,16 @@ from offload.kernels.device import Gated
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.experts_host import HostRows
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
-from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
+from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import (
     Add,
     Attend,
     Gate,
+    Inject,
     Join,
     LayerStep,
+    Mean,
     Mix,
     MixRows,
     Operand,
@@ -33,6 +35,7 @@ from offload.model.layer import (
     reads,
     steps_of,
 )
+from offload.model.streams import inject, mean_of
 from offload.model.sums import Due, OneRank, Sums, dues_of
 from offload.speed.routing import wants_nearly_all
 from offload.weights.layout import LayerWeights
@@ -172,7 +175,7 @@ class TorchLayers:
             case Attend():
                 attend = partial(caches.attend, layer)
                 if step.attention.latent is None:
-                    operands["mixed"] = self._attended(step, operands["qkv"], attend)
+                    operands["mixed"] = self._attended(layer, step, operands["qkv"], caches)
                 else:
                     operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
             case Recur():
@@ -185,6 +188,11 @@ class TorchLayers:
             case Add():
                 part = operands[step.read]
                 add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
+            case Mean():
+                operands["read"], operands["factors"] = mean_of(x, step.weights, partial(_multiplied, blocks))
+            case Inject():
+                part = operands[step.part]
+                inject(x, part if step.is_whole else self._sums.total(part), operands["factors"])
             case Gate():
                 assert given is not None
                 operands["gated"] = operands["gated"] * given
@@ -228,17 +236,22 @@ class TorchLayers:
         real: Tensor | None,
     ) -> Tensor:
         """The output of a mixture of experts for the rows of x, or for their latents."""
-        homes, x = self._experts[layer], operands["x"]
+        homes, x = self._experts[layer], operands[step.read]
         assert homes is not None
         beside = operands["beside"] if step.adds else None
         latents = operands["latent"] if step.mixture.experts.latent else None
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks, host_rows=HostRows)
         return run(step.mixture, homes, x, beside, real, latents)
 
-    def _attended(self, step: Attend, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The attention's output: qkv [T, outputs] -> [T, H * D]. attend: of queries, keys and values."""
+    def _attended(self, layer: int, step: Attend, qkv: Tensor, caches: MixRows) -> Tensor:
+        """The attention's output: qkv [T, outputs] -> [T, H * D]."""
         own, weights = step.attention, step.weights
         q, *others = qkv.split(own.parts, 1)
+        attend = partial(caches.attend, layer)
+        if own.indexer is not None:
+            key, queries = others.pop(), others.pop()
+            index = index_rows(own.indexer, weights, queries, key)
+            attend = partial(caches.attend_chosen, layer, index=index)
         size = 0 if own.norms_whole else own.head_dim
         if own.shares:
             heads, none = [normed_heads(q, weights.q_norm, size)], [None, None]
@@ -287,6 +300,10 @@ def _widened(step: Recur, rows: Tensor, blocks: Sequence[int] | None) -> Tensor:
     for part, linear in zip(LOW_RANK_PARTS, step.low_rank, strict=True):
         parts[part] = _by_block(blocks, parts[part].contiguous(), linear)
     return torch.cat(parts, 1)
+
+
+def _multiplied(blocks: Sequence[int] | None, x: Tensor, linear: Linear) -> Tensor:
+    return _by_block(blocks, x, linear)
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

@@ -442,7 +442,7 @@ class Sizing:
 
     def hidden_bytes(self, num_rows: int) -> int:
         """Bytes of `num_rows` hidden rows, whole on each device, or on the host for each device."""
-        return num_rows * self.target.hidden_size * self.itemsize
+        return num_rows * self.target.row_size * self.itemsize
 
     def arena_bytes(self, capacity: int, composition: Composition, *, rows: int, prefill_tiles: int) -> int:
         """Bytes of the arena, which holds `rows` hidden rows and `prefill_tiles` tiles of a layer in a prefill, and

@@ -15,7 +15,7 @@ from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.config.norm import Norm
-from offload.config.vectors import layer_norms, layer_vectors
+from offload.config.vectors import INDEX_NORMS, STREAM_NORMS, layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
@@ -25,7 +25,7 @@ from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
-NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
+NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm", *INDEX_NORMS, *STREAM_NORMS)
 VECTORS = ("taps", "taps_bias", "decay", "time_bias", "skip")  # of a layer with a state
 ROUTER = ("router", "router_bias", "router_scale")
 SINK_LOGITS = "sink_logits"
@@ -40,7 +40,8 @@ class LayerWeights:
     layer with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, and
     gates_b, times_b: of a delta rule, see `matrices.mixer_shapes`. to_latent, from_latent: where experts read latents.
     input_gate, input_out: of a layer with an input. states_in, states_out: the projections of a recurrence beside
-    attention."""
+    attention. index_q_norm, index_k_norm: of an indexer. mixer_streams, network_streams and what follows them: of the
+    means of residual streams that mixer and network read, see `StreamWeights`."""
 
     qkv: Linear
     o: Linear
@@ -72,6 +73,14 @@ class LayerWeights:
     input_gate: Linear | None = None
     input_out: Linear | None = None
     after_input: NormWeights | None = None
+    index_q_norm: NormWeights | None = None
+    index_k_norm: NormWeights | None = None
+    mixer_streams: NormWeights | None = None
+    mixer_low: Linear | None = None
+    mixer_up: Linear | None = None
+    network_streams: NormWeights | None = None
+    network_low: Linear | None = None
+    network_up: Linear | None = None
 
     @property
     def operators(self) -> dict[str, Linear]:

@@ -32,6 +32,7 @@ from offload.weights.layers import Layers, ResidentLayers, StreamedLayers
 from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
 from offload.weights.streamed_experts import StreamedExperts
+from offload.weights.streams import StreamWeights
 from offload.weights.tensors import head_order, sources
 
 _CHECKED_ROWS = 1 << 10  # of a layer table that are checked at once
@@ -42,7 +43,6 @@ def load_layer(
 ) -> None:
     """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
     block, own = whole.blocks[index], whole.layer(index)
-    order = head_order(block.attention) if block.attends else None
     pending = {name: sources(own, shard, f"{name}.weight") for name in own.layer_matrices()}
     factors = {name: list(each) for name, each in block.factors}
     for name, view in layout.views.items():
@@ -61,7 +61,7 @@ def load_layer(
             read(whole.layer_name(index) + source.name, into, rows=source.rows, columns=source.columns)
             if is_matrix and operator in factors:
                 rows *= _factor(factors[operator].pop(0), name, layout)
-            if order is not None and source.rotates:
+            if source.rotates and (order := head_order(block.attention, source.head_dim)) is not None:
                 _order_heads(rows.flatten() if name in layout.norms else rows, order)
             row += source.height
         norm = layout.norms.get(name)
@@ -100,13 +100,14 @@ def _order_heads(rows: Tensor, order: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
+    """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows, or the mean of their
+    streams. head: [V, hidden], the
     embedding's table itself if tied, None on a rank that computes no logits. scoring: of each layer that attends; ()
     if none has any. experts: of each layer; () if no layer has any. inputs: of layers; None if they have none."""
 
     embedding: Embedding
     layers: Layers
-    final_norm: NormWeights
+    final_norm: NormWeights | StreamWeights
     head: Linear | None
     scoring: tuple[ScoringWeights, ...] = ()
     experts: tuple[ExpertHomes | None, ...] = ()
@@ -181,9 +182,21 @@ class _Loader:
         norm = NormWeights(own.norm, weight)
         return LayerInputWeights(own, table, Linear(projection, None), norm, self._memory.device, self._dtype)
 
-    def norm(self, name: str) -> NormWeights:
-        """The norm of the last hidden rows."""
-        norm, row = self._config.norm, (self._config.hidden_size,)
+    def last_mean(self) -> StreamWeights:
+        """The mean of the streams of the last hidden rows."""
+        streams, names = self._config.streams, self._config.names
+        assert streams is not None
+        down, up = (Linear(self.table(*each), None) for each in self._config.of_last_mean.items())
+        norm = self.norm(names.last_streams(names.streams.norm), self._config.row_size)
+        return StreamWeights(streams, norm, down, up)
+
+    def last(self) -> NormWeights | StreamWeights:
+        """What the last hidden rows go through before the head."""
+        return self.norm(self._config.names.norm) if self._config.streams is None else self.last_mean()
+
+    def norm(self, name: str, size: int = 0) -> NormWeights:
+        """The norm of the last hidden rows. size: of its weight, by default theirs."""
+        norm, row = self._config.norm, (size or self._config.hidden_size,)
         kind = dtype_of(norm, self._dtype)
         weight = self.tensor(f"{name}.weight", row, kind=kind)
         if norm.plus_one:
@@ -307,4 +320,4 @@ def load_weights(
     if shard.rank == 0:
         head = Linear(rows if config.tie_embeddings else loader.table(names.head, config.head), None)
     embedding, scoring = Embedding(rows, memory.device, dtype), tuple(loader.scoring)
-    return Weights(embedding, layers, loader.norm(names.norm), head, scoring, experts, loader.inputs())
+    return Weights(embedding, layers, loader.last(), head, scoring, experts, loader.inputs())

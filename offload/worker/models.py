@@ -144,7 +144,7 @@ def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | 
         memory,
         link,
         num_rows=plan.request.capacity,
-        hidden_size=config.hidden_size,
+        hidden_size=config.row_size,
         dtype=DTYPES[plan.request.dtype],
         block=plan.placement.prefill_block,
         together=plan.placement.expert_rows,
@@ -176,7 +176,7 @@ def _host_blocks(plan: Plan, config: ModelConfig, draft: ModelConfig | None, mem
     if placement.expert_slots and draft is not None and draft.is_head:
         blocks += filter(None, [placement.experts_held(draft, itemsize)])
     if "kv" in placement.offload:
-        blocks.append(plan.request.capacity * config.hidden_size * itemsize)
+        blocks.append(plan.request.capacity * config.row_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
         tiles, packs = placement.resident_tiles, placement.link_bits < 16
         store = TileStore(memory, shape, len(config.growing), tiles, packs=packs, most_tokens=num_tokens)

@@ -230,7 +230,7 @@ class Worker:
         plan = self.plan
         arena = Arena(self.memory, plan.placement.device_bytes.get("arena", 0) // plan.request.num_sequences)
         self._caches.append(arena)
-        size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
+        size, dtype = self.target.config.row_size, DTYPES[plan.request.dtype]
         block, together = plan.placement.prefill_block, plan.placement.expert_rows
         resident = ResidentRows(arena, size, dtype, block=block, together=together)
         self._hidden_rows: HiddenRows = self.models.rows or resident

@@ -362,7 +362,7 @@ def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring])
 def resident_rows(decoder: Decoder, block: int, together: int | None = None) -> ResidentRows:
     """Hidden rows of a prefill on the device, in memory of their own."""
     config, dtype = decoder.config, decoder.weights.embedding.dtype
-    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block, together=together)
+    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.row_size, dtype, block=block, together=together)
 
 
 def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:

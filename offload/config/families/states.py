@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from offload.config.families.windows import FULL, WINDOWED
+from offload.config.families.windows import FULL, INDEXED, WINDOWED
 from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames
@@ -134,7 +134,7 @@ def layer_kinds(source: Fields, known: Collection[str], unnamed: Callable[[int],
         kinds = [unnamed(layer) for layer in range(count)]
     if not isinstance(kinds, list) or len(kinds) < count or any(kind not in known for kind in kinds):
         source.refuse("layer_types", f"a list of {' and '.join(known)}, one for each of {count} layers")
-    attends = {FULL, WINDOWED}.intersection(kinds[:count])
+    attends = {FULL, INDEXED, WINDOWED}.intersection(kinds[:count])
     return kinds[:count] if attends else source.refuse("layer_types", f"{FULL} in one layer at least")
 
 

@@ -1,0 +1,84 @@
+"""Qwen3.8-Flash-Next (Alibaba, `qwen4_exp`): a mixture of experts over several residual streams, whose layers have a
+recurrent state (gated delta rule), but every fourth, which attends to what an index of its own chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from offload.config.block import Block
+from offload.config.families import qwen3_5_moe
+from offload.config.families.common import Defaults, Family, epsilon, sizes
+from offload.config.families.gemma2 import NORM
+from offload.config.families.qwen3_5 import with_next_token
+from offload.config.families.states import STATEFUL, layer_kinds
+from offload.config.families.windows import FULL, INDEXED
+from offload.config.mixers import DeltaRule, Indexer
+from offload.config.model import ModelConfig
+from offload.config.rope import SECTION_KEYS, RopeDefaults
+from offload.config.streams import Streams
+from offload.fields import Fields
+
+_PERIOD = "full_attention_interval"
+_STREAMS = ("hc_count", "hc_lowrank")
+_INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+_KEY_HEADS, _GATE, _NORMED = "indexer_kv_heads", "output_gate_type", "norm_topk_prob"
+_GRAMS = "ple_layer_ids"
+_DEFAULTS = Defaults(
+    kv_heads=2, head_dim=256, derives_head_dim=False, max_positions=32768,
+    rope=RopeDefaults(partial=0.25, keys=SECTION_KEYS),
+)  # fmt: skip
+
+
+def describe(source: Fields) -> ModelConfig:
+    kinds = layer_kinds(source, (FULL, INDEXED, STATEFUL), lambda layer: _unnamed(source, layer))
+    named = source.changed({"layer_types": [FULL if kind == INDEXED else kind for kind in kinds]})
+    renormalised = source.flag(_NORMED, True)
+    config = qwen3_5_moe.described(named, "qwen4_exp_text", renormalised=renormalised, defaults=_DEFAULTS)
+    streams, indexer = _streams(source), _indexer(source, config)
+    gate = source.choice(_GATE, ("sigmoid", "silu"), default="silu")
+
+    def change(block: Block) -> Block:
+        mixer: Any = replace(block.mixer, gate=gate) if isinstance(block.mixer, DeltaRule) else block.mixer
+        if block.attends:
+            mixer = replace(block.attention, indexer=indexer)
+        return replace(block, mixer=mixer, streams=streams, before_attention=None, before_feed_forward=None)
+
+    return with_next_token(source, config.mapped(change))
+
+
+def _unnamed(source: Fields, layer: int) -> str:
+    return STATEFUL if (layer + 1) % source.integer(_PERIOD, 1 << 12, default=4) else INDEXED
+
+
+def _streams(source: Fields) -> Streams:
+    """The residual streams of all layers."""
+    count, rank = (source.integer(key, most, default=given) for key, most, given in zip(_STREAMS, (64, 1 << 14), (4, 320), strict=True))
+    if count < 2:
+        source.refuse(_STREAMS[0], "2 or more")
+    return Streams(count, rank, NORM(epsilon(source, _DEFAULTS)))
+
+
+def _indexer(source: Fields, config: ModelConfig) -> Indexer:
+    """The indexer of all layers that attend."""
+    heads, dim, budget, ratio = (source.integer(key, 1 << 20) for key in _INDEXER)
+    if source.integer(_KEY_HEADS, 1 << 10) != 1:
+        source.refuse(_KEY_HEADS, "1: blocks have one key")
+    if budget % ratio:
+        source.refuse(_INDEXER[2], f"a multiple of {_INDEXER[3]} {ratio}")
+    rotated = config.rope.rotated or config.head_dim
+    if dim % 2 or dim < rotated or dim > config.head_dim:
+        source.refuse(_INDEXER[1], f"even, and from the {rotated} rotated numbers of a head to all of its {config.head_dim}")
+    return Indexer(heads, dim, budget, ratio, NORM(epsilon(source, _DEFAULTS)))
+
+
+READS = qwen3_5_moe.READS | {*_STREAMS, *_INDEXER, _KEY_HEADS, _GATE, _NORMED}
+_SIZES = sizes(248320, 2048, 512, 40, 16) | {
+    "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+FAMILIES = (
+    Family(
+        "qwen4_exp_text", "Qwen3.8-Flash-Next (125B-A6B) and its fine-tunes; text of `qwen4_exp`", describe, READS,
+        sizes=_SIZES,
+    ),
+)  # fmt: skip

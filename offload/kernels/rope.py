@@ -45,7 +45,9 @@ class RopeTable:
 
     def narrowed(self, width: int) -> RopeTable:
         """The rotations of heads of `width` numbers, at most D, of which the first pairs rotate as here."""
-        cos, sin = (each.unflatten(1, (2, -1))[:, :, : width // 2].flatten(1).contiguous() for each in (self.cos, self.sin))
+        cos, sin = (
+            each.unflatten(1, (2, -1))[:, :, : width // 2].flatten(1).contiguous() for each in (self.cos, self.sin)
+        )
         return RopeTable(cos, sin)
 
     def starts_like(self, other: RopeTable) -> bool:

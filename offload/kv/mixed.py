@@ -10,6 +10,7 @@ from offload.config.model import ModelConfig
 from offload.kernels.pooled import IndexRows
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import Cache, Phase
+from offload.kv.indexed import IndexedCache
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.window import WindowCache
 
@@ -52,8 +53,8 @@ class MixedCache:
         return cache.attend(at, q, k, v)
 
     def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
-        cache, at = self._places[layer]
-        return cache.attend(at, q, k, v)
+        assert isinstance(self.growing, IndexedCache), "a model with an indexer has an indexed cache"
+        return self.growing.attend_chosen(self._places[layer][1], q, k, v, index)
 
     def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         assert self.states is not None, "a model with states has a cache of them"
@@ -65,9 +66,10 @@ class MixedCache:
             each.advance(num_tokens)
 
     def reachable(self, length: int) -> int:
-        """The most tokens, up to `length`, that the exact caches can be truncated to: windows lose what they need, and
-        states are at few places."""
-        while (kept := min((each.reachable(length) for each in self._exact), default=length)) < length:
+        """The most tokens, up to `length`, that the exact caches can be truncated to: windows lose what they need,
+        states are at few places, and an index knows the last tokens alone."""
+        index = [self.growing.index] if isinstance(self.growing, IndexedCache) else []
+        while (kept := min((each.reachable(length) for each in (*self._exact, *index)), default=length)) < length:
             length = kept
         return length
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -15,8 +16,10 @@ from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import Scoring, ScoringWeights, scorings
+from offload.kv.block_index import BlockIndex
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
+from offload.kv.indexed import IndexedCache
 from offload.kv.last_hidden import LastHidden
 from offload.kv.layer_states import LayerStates
 from offload.kv.quantised import QuantisedCache
@@ -48,12 +51,18 @@ def full_cache(
 ) -> FullCache:  # fmt: skip
     """The full cache of the plan's target, or of a shard of it. scoring: see `Weights`."""
     composition, placement = plan.composition, plan.placement
-    return FullCache(
+    shape, own = tile_shape(plan, config), list(scorings_of(plan, config, scoring))
+    own = _of_layers(config, config.readers(config.growing), own)
+    make: Callable[..., FullCache] = FullCache
+    if (indexer := config.indexer) is not None:
+        index = BlockIndex(memory, indexer, scorings=own, dtype=shape.dtype, page_tokens=shape.page_tokens)
+        make = partial(IndexedCache, index=index)
+    return make(
         memory,
-        tile_shape(plan, config),
+        shape,
         num_layers=len(config.growing),
         reads=config.reads(config.growing),
-        scorings=_of_layers(config, config.readers(config.growing), scorings_of(plan, config, scoring)),
+        scorings=own,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
         run_tokens=run_tokens(plan, config),

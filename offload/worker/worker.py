@@ -12,6 +12,7 @@ from torch import Tensor
 from offload.errors import DoesNotFit
 from offload.kv import Cache
 from offload.kv.draft_rows import DraftRowsCache
+from offload.kv.indexed import IndexedCache
 from offload.kv.kept import Kept
 from offload.kv.last_hidden import DraftedHidden
 from offload.kv.mixed import MixedCache
@@ -270,7 +271,8 @@ class Worker:
 
     def _parts(self) -> list[Part]:
         """The parts of what a sequence keeps, rows first: what sessions, the prefix store and copies hold of it."""
-        return [part for part in (self.full, self.windows, self.states, self.hidden) if part is not None]
+        index = self.full.index if isinstance(self.full, IndexedCache) else None
+        return [part for part in (self.full, index, self.windows, self.states, self.hidden) if part is not None]
 
     def _bundle(self, parts: Sequence[Part]) -> Kept:
         return Kept(*parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ from offload.engine.prefix import OpenStore
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
+from offload.kv.block_index import BlockIndex
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.chunk_store import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
+from offload.kv.indexed import IndexedCache
 from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
 from offload.kv.retrieval import RetrievalCache
@@ -296,13 +299,17 @@ def full_cache(
     packs: bool = False,
     raw_pages: int = 0,
 ) -> FullCache:
-    config, dtype = decoder.config, decoder.weights.embedding.dtype
-    return FullCache(
-        memory or Memory(torch.device("cpu")),
+    config, dtype, memory = decoder.config, decoder.weights.embedding.dtype, memory or Memory(torch.device("cpu"))
+    own, make = _of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)), FullCache
+    if (indexer := config.indexer) is not None:
+        index = BlockIndex(memory, indexer, scorings=own, dtype=dtype, page_tokens=sizes.page)
+        make = partial(IndexedCache, index=index)  # type: ignore[assignment]
+    return make(
+        memory,
         TileShape(config.num_kv_heads, config.kv_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
         reads=config.reads(config.growing),
-        scorings=_of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)),
+        scorings=own,
         offload=link
         and Offload(
             link,

@@ -53,7 +53,10 @@ def _unnamed(source: Fields, layer: int) -> str:
 
 def _streams(source: Fields) -> Streams:
     """The residual streams of all layers."""
-    count, rank = (source.integer(key, most, default=given) for key, most, given in zip(_STREAMS, (64, 1 << 14), (4, 320), strict=True))
+    count, rank = (
+        source.integer(key, most, default=given)
+        for key, most, given in zip(_STREAMS, (64, 1 << 14), (4, 320), strict=True)
+    )
     if count < 2:
         source.refuse(_STREAMS[0], "2 or more")
     return Streams(count, rank, NORM(epsilon(source, _DEFAULTS)))
@@ -68,7 +71,9 @@ def _indexer(source: Fields, config: ModelConfig) -> Indexer:
         source.refuse(_INDEXER[2], f"a multiple of {_INDEXER[3]} {ratio}")
     rotated = config.rope.rotated or config.head_dim
     if dim % 2 or dim < rotated or dim > config.head_dim:
-        source.refuse(_INDEXER[1], f"even, and from the {rotated} rotated numbers of a head to all of its {config.head_dim}")
+        source.refuse(
+            _INDEXER[1], f"even, and from the {rotated} rotated numbers of a head to all of its {config.head_dim}"
+        )
     return Indexer(heads, dim, budget, ratio, NORM(epsilon(source, _DEFAULTS)))
 
 

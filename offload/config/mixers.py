@@ -155,6 +155,11 @@ class Attention:
         return (self.q_size, *[self.kv_size] * own, *gate, *index)
 
     @property
+    def reach(self) -> int | None:
+        """Tokens that a row attends to at most; None: all."""
+        return self.window if self.indexer is None else self.indexer.most_tokens
+
+    @property
     def gate_size(self) -> int:
         """Numbers of a row of the gate."""
         return self.num_heads if self.gates_heads else self.out_size

@@ -532,7 +532,7 @@ class ModelConfig:
             if not kind.block.attends:
                 continue
             attention = kind.block.attention
-            pairs = number * _pairs(num_tokens, min(attention.window or num_tokens, num_tokens))
+            pairs = number * _pairs(num_tokens, min(attention.reach or num_tokens, num_tokens))
             seen += pairs * attention.q_size // self.block.attention.q_size
         return seen
 

@@ -1,5 +1,5 @@
-"""Functions of numbers by torch's operators whose bits depend on the number alone. Torch's own round the last numbers of
-a tensor differently: bits would depend on its size."""
+"""Functions of numbers by torch's operators, with bits that depend on the number alone. Torch's own round the last
+numbers of a tensor differently: bits would depend on its size."""
 
 from __future__ import annotations
 

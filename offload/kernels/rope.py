@@ -45,10 +45,12 @@ class RopeTable:
 
     def narrowed(self, width: int) -> RopeTable:
         """The rotations of heads of `width` numbers, at most D, of which the first pairs rotate as here."""
-        cos, sin = (
-            each.unflatten(1, (2, -1))[:, :, : width // 2].flatten(1).contiguous() for each in (self.cos, self.sin)
-        )
-        return RopeTable(cos, sin)
+
+        def first(table: Tensor) -> Tensor:
+            halves: Tensor = table.unflatten(1, (2, -1))
+            return halves[:, :, : width // 2].flatten(1).contiguous()
+
+        return RopeTable(first(self.cos), first(self.sin))
 
     def starts_like(self, other: RopeTable) -> bool:
         """Whether the common rows of both tables are equal. `growth` is not compared: it depends on positions alone."""

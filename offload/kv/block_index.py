@@ -13,11 +13,10 @@ from offload.kernels.pooled import IndexRows, pooled_keys
 from offload.kernels.rope import Scoring
 from offload.kv.parts import PageUnits, Shapes, Split, Unit
 from offload.plan.shards import Shard
-from offload.plan.sizing import MAX_ROWS
+from offload.plan.sizing import block_keys, raw_keys
 from offload.transfer.memory import Memory
 
 PURPOSE = "block index"
-_GROWTH = 256  # blocks of a layer
 
 
 class BlockIndex(PageUnits):
@@ -41,7 +40,7 @@ class BlockIndex(PageUnits):
         self.indexer, self._memory, self._page = indexer, memory, page_tokens
         self.num_layers, self._dtype = len(scorings), dtype
         self.keys = self._allocate(0)
-        self.raw = self._allocate(raw_tokens(indexer))
+        self.raw = self._allocate(raw_keys(indexer))
         self._oldest = 0  # token from which on raw keys are known
         self._begun = 0, torch.empty(0)  # where the pass under way began, and `tail` there
         self._tails = dict[int, Tensor]()  # of units that were filled, by the tokens up to their ends
@@ -52,9 +51,9 @@ class BlockIndex(PageUnits):
 
     def reserve(self, num_tokens: int) -> None:
         """Have room for the keys of `num_tokens` tokens. Raises DoesNotFit."""
-        if (wanted := num_tokens // self.indexer.ratio) > self.keys.shape[1]:
-            old, size = self.keys, -(-wanted // _GROWTH) * _GROWTH
-            self.keys = self._allocate(size)
+        if (wanted := block_keys(self.indexer, num_tokens)) > self.keys.shape[1]:
+            old = self.keys
+            self.keys = self._allocate(wanted)
             self.keys[:, : old.shape[1]] = old
             self._memory.released(old, tier="device", purpose=PURPOSE)
 
@@ -152,8 +151,3 @@ class BlockIndex(PageUnits):
     def _allocate(self, count: int) -> Tensor:
         shape = self.num_layers, count, self.indexer.head_dim
         return self._memory.allocate(shape, self._dtype, tier="device", purpose=PURPOSE)
-
-
-def raw_tokens(indexer: Indexer) -> int:
-    """Tokens whose raw keys are kept: of a pass that may be rejected, of the one before, and of a block."""
-    return 2 * MAX_ROWS + indexer.ratio

@@ -318,17 +318,17 @@ class _Caches:
         self._caches = [each.cache for each in segments]
         self._counts = [len(each.tokens) for each in segments]
 
-    def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
-        each = zip(*(rows.split(self._counts) for rows in (q, k, v, index.q, index.k)), strict=True)
-        own = zip(self._caches, each, strict=True)
-        return torch.cat([
-            _mixing(cache).attend_chosen(layer, *rows, IndexRows(queries, key, index.norm))
-            for cache, (*rows, queries, key) in own
-        ])  # fmt: skip
-
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         own = zip(*(self._split(rows) for rows in (q, k, v)), strict=True)
         return torch.cat([each.attend(layer, *rows) for each, rows in zip(self._caches, own, strict=True)])
+
+    def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
+        each = zip(*(rows.split(self._counts) for rows in (q, k, v, index.q, index.k)), strict=True)
+        made = list[Tensor]()
+        for cache, (queries, keys, values, *rows) in zip(self._caches, each, strict=True):
+            of_index = IndexRows(rows[0], rows[1], index.norm)
+            made.append(_mixing(cache).attend_chosen(layer, queries, keys, values, of_index))
+        return torch.cat(made)
 
     def _split(self, rows: Tensor | None) -> Sequence[Any]:
         """Each sequence's rows; None for each where there are none."""

@@ -22,12 +22,12 @@ from offload.weights.linear import Linear, Parts
 class Views(NamedTuple):
     """Views of projected rows. rows: q [T, H * D], k and v [T, H_kv * D]; of a layer that shares those of another, q
     alone. v has its own buffer where values are the keys. heads: the same by heads, [T, H, D]. gate: None without one.
-    index: an indexer's queries and keys, if there is one."""
+    of_index: an indexer's queries and keys, if there is one."""
 
     rows: Sequence[Tensor]
     heads: Sequence[Tensor]
     gate: Tensor | None
-    index: Sequence[Tensor]
+    of_index: Sequence[Tensor]
 
 
 class Room:

@@ -42,7 +42,7 @@ class NextTokenDecoder(Decoder):
         layers, head = ResidentLayers([own.layer], own.nbytes), _first_rows(model.head, config.vocab_size)
         weights = replace(model, layers=layers, final_norm=own.norm, head=head, scoring=(), experts=own.experts)
         super().__init__(config, weights, None, kernels)
-        self._own, self._model_norm = own, model.final_norm
+        self._own, self._model_norm = own, model.norm
         self._hidden = torch.empty(0)
 
     def rows(self, cache: StreamingCache, tokens: Tensor, hidden: Tensor) -> Tensor:

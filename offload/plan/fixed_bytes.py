@@ -31,6 +31,8 @@ def fixed_bytes(
         "rope tables": _rope_bytes(sizing, sizing.target, capacity),
         "workspace": _workspace(sizing, capacity, composition.gamma if first else None, streamed=streamed),
     }
+    if sizing.target.indexer is not None:
+        sizes["block index"] = sizing.block_index_bytes(capacity)
     if sizing.target.windowed:
         sizes["window cache"] = sizing.window_bytes(sizing.window_pages(capacity) * PAGE_TOKENS)
     if sizing.target.stateful:  # of the target, and of the level where it drafts for itself

@@ -104,8 +104,10 @@ class Passes:
 
     @cached_property
     def read_cache_bytes(self) -> int:
-        """Bytes of them that a row of each sequence reads in a pass, for each layer that reads them."""
-        return self.num_sequences * self.capacity * self.sizing.read_kv_bytes
+        """Bytes of them that a row of each sequence reads in a pass, for each layer that reads them, and of the keys by
+        which it chooses them."""
+        sizing, tokens = self.sizing, self.sizing.attended(self.capacity)
+        return self.num_sequences * (tokens * sizing.read_kv_bytes + sizing.index_keys_bytes(self.capacity))
 
     @cached_property
     def window_bytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from offload.config.mixers import Attention
+from offload.config.mixers import Attention, Indexer
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import CODE_BITS, KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
@@ -38,13 +38,14 @@ KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 _EXPERTS_READ = 0.6  # of the host's read rate, over experts that the CPU runs for a GPU (docs/log.md)
+KEYS_GROWTH = 256  # keys of blocks of a layer, for which room is made at a time
 WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
 # Purposes that each sequence has of its own; models, staging of weights and workspaces are shared.
 OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
-        *("states", "state checkpoints", "hidden rows of drafts"),
+        *("states", "state checkpoints", "hidden rows of drafts", "block index"),
     )
 )
 
@@ -60,6 +61,16 @@ def run_tiles(attention: Attention) -> int:
     queries of a KV head, BLOCK_ROWS at a time: where a row has few of them, only many tiles keep the GPU busy."""
     blocks = attention.num_kv_heads * -(-attention.num_heads // (attention.num_kv_heads * BLOCK_ROWS))
     return -(-RUN_BLOCKS // blocks)
+
+
+def block_keys(indexer: Indexer, num_tokens: int) -> int:
+    """The blocks' keys of a layer that there is room for with `num_tokens` tokens."""
+    return -(-(num_tokens // indexer.ratio) // KEYS_GROWTH) * KEYS_GROWTH
+
+
+def raw_keys(indexer: Indexer) -> int:
+    """Tokens whose raw index keys are kept: of a pass that may be rejected, of the one before, and of a block."""
+    return 2 * MAX_ROWS + indexer.ratio
 
 
 def low_bit_tail(drafted: int) -> int:
@@ -234,6 +245,24 @@ class Sizing:
     def read_kv_bytes(self) -> int:
         """Bytes that a row reads for each token that it attends to in the layers that read them, on each device."""
         return self.shard.read_kv_bytes(self.itemsize)
+
+    def attended(self, capacity: int) -> int:
+        """Tokens of `capacity` that a row of a growing layer attends to at most."""
+        indexer = self.target.indexer
+        return capacity if indexer is None else min(indexer.most_tokens, capacity)
+
+    def index_keys_bytes(self, num_tokens: int) -> int:
+        """Bytes of the keys by which a row chooses among `num_tokens` tokens, in all layers; 0 without an indexer."""
+        if (indexer := self.target.indexer) is None:
+            return 0
+        return self.num_growing * (num_tokens // indexer.ratio) * indexer.head_dim * self.itemsize
+
+    def block_index_bytes(self, capacity: int) -> int:
+        """Bytes of a sequence's block index on each device."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        numbers = block_keys(indexer, capacity + MAX_ROWS) + raw_keys(indexer)
+        return self.num_growing * numbers * indexer.head_dim * self.itemsize
 
     def host_cache_bytes(self, capacity: int, resident: int, bits: int) -> dict[str, int]:
         """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers on the device.

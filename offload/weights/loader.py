@@ -114,6 +114,12 @@ class Weights:
     inputs: LayerInputWeights | None = None
 
     @property
+    def norm(self) -> NormWeights:
+        """The norm of the last hidden rows of a model without streams."""
+        assert isinstance(self.final_norm, NormWeights)
+        return self.final_norm
+
+    @property
     def streamed_experts(self) -> list[StreamedExperts]:
         """The experts that cross the link, in a pass or in a prefill."""
         every = {id(each): each for each in (*self.experts, *map(in_prefill, self.experts))}

@@ -13,8 +13,8 @@ from offload.weights.linear import Linear
 
 @dataclass(frozen=True)
 class StreamWeights:
-    """The weights of a mean over streams, see `Streams`. norm: [count * hidden], the numbers of each stream. low:
-    [rank + count, count * hidden], `down` and `inject`, or `down` alone of the last mean. up: [count * hidden, rank]."""
+    """The weights of a mean over streams, see `Streams`. norm: [count * hidden], of each stream. low: [rank + count,
+    count * hidden], `down` and `inject`, or `down` alone of the last mean. up: [count * hidden, rank]."""
 
     streams: Streams
     norm: NormWeights

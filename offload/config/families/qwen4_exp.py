@@ -13,7 +13,7 @@ from offload.config.families.gemma2 import NORM
 from offload.config.families.qwen3_5 import with_next_token
 from offload.config.families.states import STATEFUL, layer_kinds
 from offload.config.families.windows import FULL, INDEXED
-from offload.config.mixers import DeltaRule, Indexer
+from offload.config.mixers import DeltaRule, Indexer, RecurrenceGate
 from offload.config.model import ModelConfig
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.config.streams import Streams
@@ -23,6 +23,7 @@ _PERIOD = "full_attention_interval"
 _STREAMS = ("hc_count", "hc_lowrank")
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _KEY_HEADS, _GATE, _NORMED = "indexer_kv_heads", "output_gate_type", "norm_topk_prob"
+_GATES = ("sigmoid", "silu")
 _GRAMS = "ple_layer_ids"
 _DEFAULTS = Defaults(
     kv_heads=2, head_dim=256, derives_head_dim=False, max_positions=32768,
@@ -36,7 +37,7 @@ def describe(source: Fields) -> ModelConfig:
     renormalised = source.flag(_NORMED, True)
     config = qwen3_5_moe.described(named, "qwen4_exp_text", renormalised=renormalised, defaults=_DEFAULTS)
     streams, indexer = _streams(source), _indexer(source, config)
-    gate = source.choice(_GATE, ("sigmoid", "silu"), default="silu")
+    gate: RecurrenceGate = "sigmoid" if source.choice(_GATE, _GATES, default="silu") == "sigmoid" else "silu"
 
     def change(block: Block) -> Block:
         mixer: Any = replace(block.mixer, gate=gate) if isinstance(block.mixer, DeltaRule) else block.mixer
@@ -53,10 +54,7 @@ def _unnamed(source: Fields, layer: int) -> str:
 
 def _streams(source: Fields) -> Streams:
     """The residual streams of all layers."""
-    count, rank = (
-        source.integer(key, most, default=given)
-        for key, most, given in zip(_STREAMS, (64, 1 << 14), (4, 320), strict=True)
-    )
+    count, rank = source.integer(_STREAMS[0], 64, default=4), source.integer(_STREAMS[1], 1 << 14, default=320)
     if count < 2:
         source.refuse(_STREAMS[0], "2 or more")
     return Streams(count, rank, NORM(epsilon(source, _DEFAULTS)))
@@ -71,9 +69,7 @@ def _indexer(source: Fields, config: ModelConfig) -> Indexer:
         source.refuse(_INDEXER[2], f"a multiple of {_INDEXER[3]} {ratio}")
     rotated = config.rope.rotated or config.head_dim
     if dim % 2 or dim < rotated or dim > config.head_dim:
-        source.refuse(
-            _INDEXER[1], f"even, and from the {rotated} rotated numbers of a head to all of its {config.head_dim}"
-        )
+        source.refuse(_INDEXER[1], f"even, from the {rotated} rotated numbers of a head to all {config.head_dim}")
     return Indexer(heads, dim, budget, ratio, NORM(epsilon(source, _DEFAULTS)))
 
 

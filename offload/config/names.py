@@ -101,7 +101,8 @@ class IndexNames:
 class NextTokenNames:
     """The tensor names of a next-token head. layer: the prefix of those in its layer; the others are whole names, of
     the matrix that joins an embedding and a hidden row, of the norms that both have before it, and of the norm of the
-    output. experts: of its layer; None: as in the model's layers."""
+    output. join_hidden: of a matrix of hidden rows of its own; the other one is of embeddings alone then. streams: the
+    prefix of the mean of streams, in place of that norm. experts: of its layer; None: as in the model's layers."""
 
     layer: str = "mtp.layers.0."
     join: str = "mtp.fc"
@@ -109,6 +110,13 @@ class NextTokenNames:
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     norm: str = "mtp.norm"
     experts: ExpertNames | None = None
+    join_hidden: str = ""
+    streams: str = "mtp.hyper_connection_mixer."
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """The names of the matrices that join both, of the embedding's columns first."""
+        return (self.join, self.join_hidden) if self.join_hidden else (self.join,)
 
     @property
     def norms(self) -> tuple[str, str, str]:
@@ -220,7 +228,3 @@ class TensorNames:
     @property
     def norm(self) -> str:
         return f"{self.body}{self.final_norm}"
-
-    def last_streams(self, name: str) -> str:
-        """The whole name of a tensor of the mean of the last streams. name: as in `StreamNames`."""
-        return f"{self.body}{self.streams.last}{name}"

@@ -40,6 +40,8 @@ def normed_heads(x: Tensor, norm: NormWeights | None, size: int) -> Tensor:
 
 def normed_streams(x: Tensor, norm: NormWeights, count: int) -> Tensor:
     """x [T, count * size] -> x, each of `count` rows side by side normed by itself, with its own part of the weight."""
+    if count == 1:
+        return norm(x)
     rows = x.to(norm.weight.dtype).unflatten(1, (count, -1))
     return rms_norm(rows, rows.shape[2:], eps=norm.norm.eps).flatten(1).mul_(norm.weight).to(x.dtype)
 

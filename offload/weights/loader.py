@@ -190,19 +190,18 @@ class _Loader:
 
     def last_mean(self) -> StreamWeights:
         """The mean of the streams of the last hidden rows."""
-        streams, names = self._config.streams, self._config.names
-        assert streams is not None
+        assert self._config.streams is not None
         down, up = (Linear(self.table(*each), None) for each in self._config.of_last_mean.items())
-        norm = self.norm(names.last_streams(names.streams.norm), self._config.row_size)
-        return StreamWeights(streams, norm, down, up)
+        return StreamWeights(self._config.streams, self.norm(), down, up)
 
     def last(self) -> NormWeights | StreamWeights:
         """What the last hidden rows go through before the head."""
-        return self.norm(self._config.names.norm) if self._config.streams is None else self.last_mean()
+        return self.norm() if self._config.streams is None else self.last_mean()
 
-    def norm(self, name: str, size: int = 0) -> NormWeights:
-        """The norm of the last hidden rows. size: of its weight, by default theirs."""
-        norm, row = self._config.norm, (size or self._config.hidden_size,)
+    def norm(self) -> NormWeights:
+        """The norm of the last hidden rows."""
+        norm, (name, size) = self._config.norm, self._config.last_norm
+        row = (size,)
         kind = dtype_of(norm, self._dtype)
         weight = self.tensor(f"{name}.weight", row, kind=kind)
         if norm.plus_one:

@@ -359,16 +359,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {}
     for index, block in enumerate(config.blocks):
         tensors |= {config.layer_name(index) + name: shape for name, shape in layers[block].items()}
+    last, size = config.last_norm
+    tensors |= {f"{last}.weight": (size,)}
+    tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_last_mean.items()}
     if config.is_head:
         own, join = names.next_token, join_of(config)
-        norms = {f"{norm}.weight": row for norm in own.norms}
-        return tensors | norms | {f"{own.join}.weight": (join.outputs, join.inputs)}
-    last, size = names.norm, config.row_size
-    if config.streams is not None:
-        last = names.last_streams(names.streams.norm)
-    tensors |= {names.embeddings: table, f"{last}.weight": (size,)}
-    tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_last_mean.items()}
-    tensors |= {f"{names.norm}.bias": row} if config.norm.bias else {}
+        tensors |= {f"{own.embedding_norm}.weight": row, f"{own.hidden_norm}.weight": (config.row_size,)}
+        return tensors | {f"{name}.weight": (join.outputs, join.inputs // len(own.joins)) for name in own.joins}
+    tensors |= {names.embeddings: table}
+    tensors |= {f"{last}.bias": row} if config.norm.bias else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_layer_table.items()}
     beside = config.assistant.matrices(config.hidden_size) if config.assistant else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in beside.items()}

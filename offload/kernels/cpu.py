@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import native
-from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
@@ -37,7 +37,7 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-VERSION = 37  # of the kernels: sessions and measured times are of one
+VERSION = 38  # of the kernels: sessions and measured times are of one
 ABI = 1000 * VERSION + len(KINDS)  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
@@ -70,7 +70,7 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
         decode_stored=partial(_decode_stored, own),
         recurrences={
             **dict.fromkeys((DeltaRule, Mamba2), partial(delta_cpu.run_states, kernels=own)),
-            ShortConvolution: partial(convolution_cpu.short_convolution, kernels=own),
+            **dict.fromkeys((ShortConvolution, DilatedConvolution), partial(convolution_cpu.convolution, kernels=own)),
         },
         experts=partial(experts_cpu.run_experts, kernels=own),
         prefill_experts=partial(experts_cpu.run_many, kernels=own),

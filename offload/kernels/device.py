@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution
 from offload.config.networks import Activation
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
-from offload.kernels.convolution import short_convolution
+from offload.kernels.convolution import dilated_convolution, short_convolution
 from offload.kernels.delta import delta_rule
 from offload.kernels.experts import RunExperts
 from offload.kernels.mamba import mamba2
@@ -120,8 +120,13 @@ class DeviceKernels:
     # See `kernels.activation.gated`.
     gated: Gated = gated
     # By the kind of the recurrence: see `kernels.recurrence.RunRecurrence`.
-    recurrences: Mapping[type[Recurrence], RunRecurrence[Any]] = field(
-        default_factory=lambda: {DeltaRule: delta_rule, Mamba2: mamba2, ShortConvolution: short_convolution}
+    recurrences: Mapping[type[Recurring], RunRecurrence[Any]] = field(
+        default_factory=lambda: {
+            DeltaRule: delta_rule,
+            Mamba2: mamba2,
+            ShortConvolution: short_convolution,
+            DilatedConvolution: dilated_convolution,
+        }
     )
     # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
     experts: RunExperts | None = None

@@ -142,11 +142,11 @@ class Delta(ctypes.Structure):
 
 
 class Convolution(ctypes.Structure):
-    """A short convolution over new rows, see convolution.h."""
+    """A short convolution over new rows, gated or dilated, see convolution.h."""
 
     _fields_ = [
         *_pointers("held", "rows", "out", "taps", "bias"),
-        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width"),
+        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width", "dilation"),
     ]
 
 

@@ -226,6 +226,11 @@ class ModelConfig:
         """The layers with a recurrent state."""
         return tuple(at for at, block in enumerate(self.blocks) if block.recurs)
 
+    @cached_property
+    def with_ngrams(self) -> tuple[int, ...]:
+        """The layers with an n-gram embedding."""
+        return tuple(at for at, block in enumerate(self.blocks) if block.ngrams is not None)
+
     @property
     def recurrence(self) -> Recurrence | None:
         """The mixer of the layers with a state."""

@@ -87,6 +87,20 @@ class StreamNames:
 
 
 @dataclass(frozen=True)
+class NGramNames:
+    """The tensor names of an n-gram embedding within a layer. table: of the table, or of its parts, "{}" for the number
+    of a part."""
+
+    table: str = "ple.ple_embedding.ngram_embedding.shard_{}"
+    keys: str = "ple.key_proj"
+    values: str = "ple.value_proj"
+    key_norm: str = "ple.norm_key"
+    query_norm: str = "ple.norm_query"
+    norm: str = "ple.norm_conv"
+    taps: str = "ple.conv1d"
+
+
+@dataclass(frozen=True)
 class IndexNames:
     """The tensor names of an indexer within a layer. queries, key: of its projections; if they are one tensor, it has
     the queries before the key. q_norm, k_norm: of both norms."""
@@ -168,6 +182,7 @@ class TensorNames:
     next_token: NextTokenNames = NextTokenNames()
     streams: StreamNames = StreamNames()
     index: IndexNames = IndexNames()
+    ngrams: NGramNames = NGramNames()
     unused: tuple[str, ...] = ()
 
     @property

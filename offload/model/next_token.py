@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from offload.config.model import ModelConfig
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
-from offload.kernels.norms import normed_streams
+from offload.kernels.norms import normed_heads
 from offload.kv.last_hidden import LastHidden
 from offload.kv.streaming import StreamingCache
 from offload.model.decoder import Decoder, Segment
@@ -65,7 +65,7 @@ class NextTokenDecoder(Decoder):
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
         own, count = self._own, self.config.streams.count if self.config.streams else 1
         embedded = own.embedding_norm(self._rows_of(tokens, None))[:, None].expand(-1, count, -1)
-        hidden = normed_streams(self._hidden, own.hidden_norm, count).unflatten(1, (count, -1))
+        hidden = normed_heads(self._hidden, own.hidden_norm, self.config.hidden_size).unflatten(1, (count, -1))
         joined = own.join(torch.cat([embedded, hidden], 2).flatten(0, 1)).unflatten(0, (-1, count)).flatten(1)
         return joined if out is None else out.copy_(joined)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
+from offload.config.vectors import NGRAM_TAPS
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -51,7 +52,7 @@ def load_layer(
         parts = pending[operator] if is_matrix else sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0].columns)))
-        elif name == "taps":
+        elif name in ("taps", NGRAM_TAPS):
             target = target.T
         while parts and row < len(target):
             source = parts.pop(0)

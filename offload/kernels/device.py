@@ -20,6 +20,7 @@ from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
+from offload.kernels.choosing import choose
 from offload.kernels.convolution import dilated_convolution, short_convolution
 from offload.kernels.delta import delta_rule
 from offload.kernels.experts import RunExperts
@@ -110,6 +111,8 @@ class DeviceKernels:
     attention: MakeAttention = _operator_attention
     # Attention of many rows of 16 bits over pages of so many tokens. None: torch's operators attend.
     prefill: Callable[[int], PrefillAttention | None] = _no_prefill
+    # Blocks of tokens by a layer's index: see `kernels.choosing.choose`.
+    choose: Callable[[Tensor, Tensor, Tensor, int], Tensor] = choose
     # x [T, inputs] times the matrix, transposed, plus bias [outputs] or None, in the dtype of x.
     multiply: Callable[[Tensor, Codes, Tensor | None], Tensor] = _multiply
     # The same with a matrix as a checkpoint stores it: with its numbers rounded to the dtype of x, or, on a CPU without

@@ -63,6 +63,7 @@ class Placement:
     shares_experts: bool = field(default=False, metadata={LATER: True})
     expert_places: int = field(default=0, metadata={LATER: True})
     expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, see `Sizing.expert_rows`
+    block_slots: int = field(default=0, metadata={LATER: True})  # of each layer with an indexer, and of a sequence
     ngram_table: TableTier = field(default="host", metadata={LATER: True})  # where tables of n-grams are
     ngram_rows: int = field(default=0, metadata={LATER: True})  # of each in host memory, where it is in its file
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows

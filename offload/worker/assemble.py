@@ -59,7 +59,7 @@ def full_cache(
     make: Callable[..., FullCache] = FullCache
     if (indexer := config.indexer) is not None:
         index = BlockIndex(memory, indexer, scorings=own, dtype=shape.dtype, page_tokens=shape.page_tokens)
-        make = partial(IndexedCache, index=index)
+        make = partial(IndexedCache, index=index, block_slots=placement.block_slots)
     return make(
         memory,
         shape,
@@ -176,6 +176,7 @@ def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
         num_staging=placement.staging_tiles,
         packs=_packs(plan, config),
         raw_pages=placement.raw_pages,
+        by_blocks=config.indexer is not None,
     )
 
 

@@ -24,7 +24,7 @@ from offload.kv.indexed import IndexedCache
 from offload.kv.last_hidden import LastHidden
 from offload.kv.layer_states import LayerStates
 from offload.kv.quantised import QuantisedCache
-from offload.kv.recent_ids import RecentIds
+from offload.kv.recent_ids import CONVOLVED, RecentIds
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import DraftStates, StateCache
@@ -44,7 +44,6 @@ from offload.transfer.memory import Memory
 from offload.worker.models import tile_shape, window_shape
 
 OfLayers = Sequence[ScoringWeights]
-CONVOLVED = "ngrams"  # the part with the rows that convolutions read
 MAX_REACH = 32  # tokens: the limit of a selection's dilation, about the usual length of a block
 
 

@@ -23,7 +23,6 @@ from offload.transfer.disk import Disk, Reader
 from offload.transfer.link import Event
 from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.embedding import Embedding
 from offload.weights.file_rows import FileRows
 from offload.weights.fp16 import check_range
 from offload.weights.linear import numbers
@@ -44,12 +43,21 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class HeldTable:
-    """A table in the device's memory or the host's."""
+    """A table in the device's memory or the host's, as numbers of `dtype` or in the checkpoint's encoding."""
 
-    table: Embedding
+    table: Tensor | StoredMatrix
+    device: torch.device
+    dtype: torch.dtype
 
     def begin(self, rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: self.table.rows(rows.flatten().to(self.table.device)).view(*rows.shape, -1)
+        """Gather the rows where the table is: see `Table`. On a GPU nothing waits for what runs there."""
+        if isinstance(self.table, StoredMatrix):
+            own = self.table.rows[sent(rows.flatten().cpu(), self.table.rows.device)]
+            found = numbers(StoredMatrix(own, self.table.encoding), self.dtype)
+        else:
+            found = self.table.index_select(0, sent(rows.flatten().cpu(), self.table.device))
+        found = found if found.device.type == self.device.type else sent(found, self.device)
+        return lambda: found.view(*rows.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def load_table(
         first += len(place)
     table = rows if kind is None else StoredMatrix(rows, kind)
     check_range(table, names[0], dtype)
-    return HeldTable(Embedding(table, memory.device, dtype))
+    return HeldTable(table, memory.device, dtype)
 
 
 class TableFile:

@@ -16,7 +16,7 @@ from offload.kv.block_cache import PURPOSE, BlockCache
 from offload.kv.block_index import BlockIndex
 from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
-from offload.plan.fixed_bytes import FEW_ROWS
+from offload.plan.sizing import CHOOSING_ROWS
 from offload.transfer.memory import Memory
 
 
@@ -39,7 +39,7 @@ class IndexedCache(FullCache):
         self.blocks: BlockCache | None = None
         if block_slots:
             self.blocks = BlockCache(memory, self, index.indexer.ratio, block_slots, kernels)
-            size = 2, 1, shape.num_kv_heads, FEW_ROWS, shape.head_dim
+            size = 2, 1, shape.num_kv_heads, CHOOSING_ROWS, shape.head_dim
             self._new = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
 
     def reserve(self, num_tokens: int) -> None:
@@ -63,8 +63,8 @@ class IndexedCache(FullCache):
         self._taken[layer] += len(q)
         queries, keys = self.index.add(layer, start, index)
         found = []
-        for first in range(0, len(q), FEW_ROWS):
-            own = slice(first, min(first + FEW_ROWS, len(q)))
+        for first in range(0, len(q), CHOOSING_ROWS):
+            own = slice(first, min(first + CHOOSING_ROWS, len(q)))
             rows = Rows(q[own], k[own], v[own], self.scorings[layer], start + first, start + first)
             chosen = self._choice(queries[own], keys, rows.index)
             if self.blocks is not None and self._phase == "decode":

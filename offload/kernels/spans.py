@@ -115,6 +115,7 @@ class SpanAttention:
         blocks, tokens, tiles = chosen.blocks, chosen.tokens, described([run.held for run in runs], chosen.size)
         assert tiles.page % self.span == self.span % chosen.size == 0
         assert not a.chunks, "no masses of chosen blocks are kept"
+        assert int(tokens.max()) <= a.slots * self.span, "more than `begin` was told of"
         assert blocks.is_contiguous()
         assert blocks.dtype == tokens.dtype == torch.int32
         lists = interface.Chosen(tiles, blocks.data_ptr(), tokens.data_ptr(), blocks.shape[1], self.span)

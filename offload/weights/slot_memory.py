@@ -1,0 +1,88 @@
+"""The memory of slots for experts on a device, of which a prefill has a part in turns with the passes: a layer's slots
+are of little use while its rows want all experts, and what experts make of thousands of rows is of none in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from offload.config.networks import Experts
+from offload.kernels.experts import Room
+from offload.speed.routing import wants_nearly_all
+from offload.transfer.arena import Arena
+from offload.transfer.memory import Memory
+from offload.weights.expert_slots import ExpertSlots
+
+
+class SlotMemory:
+    """The memory of all layers' slots for experts. A prefill takes from its beginning on, so from the last layers, what
+    it needs until its turn is over. staged: slots of no layer, through which experts pass; there are some within a
+    turn. room: for what experts make of a prefill's rows."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        experts: Experts,
+        num_bytes: int,
+        *,
+        num_staged: int = 0,
+        staged_bytes: int = 0,
+        always: bool = False,
+    ) -> None:
+        """num_bytes: of all slots, and at least of a prefill's. num_staged: staging slots, of `staged_bytes` each.
+        always: in every prefill; else where its rows want nearly all experts. Raises DoesNotFit."""
+        self._arena = Arena(memory, num_bytes, purpose="expert slots")
+        self._experts, self._always, self._shape = experts, always, (num_staged, staged_bytes)
+        self._arena.begin(lambda: None)
+        self.staged = ExpertSlots(self._arena.take(self._shape, torch.uint8))  # where they are in every turn
+        self._arena.end()
+        self.staged.lend(self.staged.content.nbytes)
+        self.room = _LentRoom(self._arena)
+
+    def slots(self, count: int, num_bytes: int) -> ExpertSlots:
+        """The slots of the next layer, of `num_bytes` each."""
+        return self._arena.own((count, num_bytes), ExpertSlots)
+
+    @property
+    def stages(self) -> bool:
+        """Whether the prefill under way has staging slots."""
+        return len(self.staged) > 0
+
+    @contextmanager
+    def turn(self, num_rows: int) -> Iterator[None]:
+        """Have a prefill's memory, of `num_rows` rows that run through experts at once."""
+        self._arena.begin(self._give_up)
+        try:
+            if self._always or wants_nearly_all(self._experts, num_rows):
+                self._arena.take(self._shape, torch.uint8)
+                self.staged.take_back()
+            yield
+        finally:
+            self._arena.end()
+
+    def _give_up(self) -> None:
+        self.room.clear()
+        self.staged.lend(self.staged.content.nbytes)
+
+
+class _LentRoom(Room):
+    """Room in an arena during one turn. What is taken again by the same name is in the same place."""
+
+    is_lent = True
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena, self._blocks = arena, dict[str, Tensor]()
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if (block := self._blocks.get(name)) is None or block.nbytes < num_bytes:
+            block = self._blocks[name] = self._arena.take((num_bytes,), torch.uint8)
+        assert block.device == device
+        return block[:num_bytes].view(dtype).view(shape)
+
+    def clear(self) -> None:
+        self._blocks.clear()

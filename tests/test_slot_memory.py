@@ -10,15 +10,26 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from kit.asked import Asked, together
+from kit.families import save_tiny
+from kit.models import GREEDY, random_tokens
+from kit.processor import best
+from offload.engine.engine import Engine, load_tokenizer
 from offload.errors import ModelError
 from offload.kernels import experts_cpu
 from offload.kernels.experts import Batch, Mixture, Router
+from offload.model.decoder import Decoder
+from offload.plan.expert_placement import prefill_bytes, staged_experts
+from offload.plan.options import Options
+from offload.plan.request import Request
+from offload.plan.sizing import Sizing
 from offload.transfer import arena as arena_module
 from offload.transfer.link import CudaLink, PacedLink
 from offload.transfer.memory import Memory
@@ -29,11 +40,13 @@ from offload.weights import streamed_experts as streamed_module
 from offload.weights.expert_homes import HostHomes
 from offload.weights.expert_layout import layout_of
 from offload.weights.expert_slots import ExpertSlots
+from offload.weights.experts import in_prefill
 from offload.weights.prefill_experts import PrefillExperts
 from offload.weights.slot_memory import SlotMemory
 from offload.weights.streamed_experts import StreamedExperts
 from test_expert_slots import BEST, EXPERTS, NUM_LAYERS, Homes, edited_module, few_at_once
 from test_experts import HIDDEN, config_of, of
+from test_planner import CPU, GPU
 
 __all__ = ["few_at_once"]  # for all tests here, too
 LAYOUT = layout_of(config_of(EXPERTS), torch.bfloat16)
@@ -78,12 +91,11 @@ def model(homes: Homes, slots: int, staged: int, modules: Modules = Modules(), *
     link = PacedLink(None, delay=lambda: dice.choice((0.0, 0.0, 0.0002, 0.001)))
     ledger, size = Memory(torch.device("cpu")), LAYOUT.num_bytes
     num_bytes = spare + max(NUM_LAYERS * slots * size, staged * size + scratch_bytes(MANY))
-    given: dict[str, Any] = {"num_staged": staged, "staged_bytes": size}
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(modules.memory, "Arena", modules.arena.Arena)
             patch.setattr(modules.memory, "ExpertSlots", modules.slots.ExpertSlots)
-            memory = modules.memory.SlotMemory(ledger, EXPERTS, num_bytes, **given)
+            memory = modules.memory.SlotMemory(ledger, EXPERTS, [(slots, size)] * NUM_LAYERS, staged, num_bytes)
             layers = []
             for layer, home in enumerate(homes.of_host):
                 found = HostHomes(home, link)
@@ -376,7 +388,7 @@ def test_on_a_gpu_turns_are_ordered(
         ledger = Memory(device)
         home = ledger.allocate(homes.of_host[0].shape, torch.uint8, tier="host", purpose="experts")
         home.copy_(homes.of_host[0])
-        memory = SlotMemory(ledger, EXPERTS, 4 * size, num_staged=2, staged_bytes=size)
+        memory = SlotMemory(ledger, EXPERTS, [(4, size)], num_staged=2)
         found = HostHomes(home, CudaLink(device))
         given = StreamedExperts(found, memory.slots(4, size), LAYOUT)
         many = PrefillExperts(given, StreamedExperts(found, memory.staged, LAYOUT, at_once=1), memory)
@@ -412,3 +424,67 @@ def test_a_piece_that_has_no_room_is_refused() -> None:
     arena.own((1, 60), ExpertSlots)
     with pytest.raises(ValueError, match="a piece of 60 bytes does not fit into the 40 that nobody owns"):
         arena.own((1, 60), ExpertSlots)
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Engine]:
+    own = Options(device="cpu", dtype="bf16", speculation=False, **options)
+    request = Request.on_this_machine(folder, None, own)
+    plan = request.plan(num_prompt_tokens=150, max_tokens=30)
+    plan = request.together(plan, 2, most=2)
+    with Engine.load(plan, folder, None, load_tokenizer(folder, None)) as made:
+        yield made
+
+
+def test_prompts_of_several_sequences_have_turns_between_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights cross the link, so no pass of another sequence runs within a prompt: it would find slots that were lent.
+    A prompt has one turn, whatever it interrupts."""
+    best()
+    folder = save_tiny("qwen3_moe", tmp_path / "model", tokenizer=True, vocab_size=264, hidden_size=64)
+    requests = [Asked(random_tokens(count, seed=count), GREEDY, 12) for count in (120, 30, 140, 90, 24)]
+    with engine(folder) as made:
+        expected, _ = together(made, requests)
+    events, turn, forward = list[str](), SlotMemory.turn, Decoder.forward
+
+    @contextmanager
+    def noted(own: SlotMemory, num_rows: int) -> Iterator[None]:
+        with turn(own, num_rows):
+            events.append("begin")
+            yield
+            events.append("end")
+
+    def passed(*given: Any, **more: Any) -> torch.Tensor:
+        events.append("pass")
+        return forward(*given, **more)
+
+    monkeypatch.setattr(SlotMemory, "turn", noted)
+    monkeypatch.setattr(Decoder, "forward", passed)
+    with engine(folder, offload=frozenset({"weights"})) as made:
+        placement = made.plan.placement
+        assert placement.staged_experts > 0
+        found, _ = together(made, requests)
+        device = made.worker.memory.allocated()["device"]
+        memory = next(each.memory for each in map(in_prefill, made.worker.target.weights.experts) if each)  # type: ignore[attr-defined]
+    assert found == expected
+    assert device["expert slots"] == placement.device_bytes["expert slots"] >= placement.prefill_bytes
+    assert memory._arena._used == 0
+    assert [events[at + 1] for at, event in enumerate(events) if event == "begin"] == ["end"] * len(requests)
+    assert events.count("pass") > len(requests)
+
+
+@pytest.mark.parametrize("hardware", ["a CPU", "a GPU"])
+def test_a_prefill_has_planned_for_what_it_takes(hardware: str) -> None:
+    """Of a CPU's kernels, see `test_experts`; a GPU's are counted as they are launched."""
+    sizing = Sizing(
+        config_of(EXPERTS), None, Options(), CPU if hardware == "a CPU" else replace(GPU, has_kernels=True), "bf16"
+    )
+    size, staged, rows = LAYOUT.num_bytes, staged_experts(sizing), 1024
+    assert staged == EXPERTS.count
+    made = prefill_bytes(sizing, rows) - staged * size
+    if hardware == "a CPU":
+        need = experts_cpu.scratch_bytes(EXPERTS, rows, HIDDEN, torch.bfloat16, threads=64)
+    else:
+        need = 2 * rows * EXPERTS.used * (EXPERTS.network.size + HIDDEN)
+    assert need <= made <= 1.02 * need + 512

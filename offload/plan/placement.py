@@ -196,7 +196,7 @@ class _Filling:
             rows=sizing.rows,
             prefill_block=PREFILL_BLOCK,
             fused_prefill=sizing.fused_prefill,
-            link_bytes_per_second=_link_rate(sizing),
+            link_bytes_per_second=sizing.known_link_rate,
             link_bits=bits,
             raw_pages=sizing.raw_pages(self.capacity, tiles) if bits < 16 else 0,
             weight_link_bits=self._weight_link_bits(layers),
@@ -253,13 +253,12 @@ class _Filling:
 
     def _best_slots(self, layers: int, most: int) -> int:
         """The number of slots, up to `most`, beside tiles for what they leave."""
-        sizing, tile = self.sizing, self.sizing.tile_bytes(self.capacity)
+        share, tile = 1.0 - self._whole / self.sizing.target.num_expert_layers, self.sizing.tile_bytes(self.capacity)
 
         def streamed(slots: int) -> int:
             return (self._all_tiles - self._most_tiles(layers, slots)) * tile
 
-        share = 1.0 - self._whole / sizing.target.num_expert_layers
-        return best_slots(sizing, self.composition, share, self._least_slots, most, streamed)
+        return best_slots(self.sizing, self.composition, share, self._least_slots, most, streamed)
 
     def _most(self, total: int, others: int, used: Callable[[int], int]) -> int:
         """The largest number, up to `total`, that fits beside `others` bytes."""
@@ -382,14 +381,6 @@ class _Filling:
 def _some(sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes that are not 0."""
     return {name: size for name, size in sizes.items() if size}
-
-
-def _link_rate(sizing: Sizing) -> float | None:
-    """Bytes per second over the link, as set by the user or measured for a GPU; None: not known."""
-    hardware = sizing.hardware
-    if sizing.options.link_gbps is not None:
-        return sizing.options.link_gbps * 1e9
-    return hardware.link_rate if hardware.rates.measured and not hardware.is_cpu else None
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

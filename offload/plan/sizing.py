@@ -124,6 +124,14 @@ class Sizing:
         paced = self.options.link_gbps
         return self.hardware.link_rate if paced is None else paced * 1e9
 
+    @property
+    def known_link_rate(self) -> float | None:
+        """Bytes per second over the link, as set by the user or measured for a GPU; None: not known."""
+        hardware = self.hardware
+        if self.options.link_gbps is not None:
+            return self.options.link_gbps * 1e9
+        return hardware.link_rate if hardware.rates.measured and not hardware.is_cpu else None
+
     @cached_property
     def shard(self) -> ModelConfig:
         """The config of the target's shard on each device."""

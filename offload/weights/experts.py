@@ -98,18 +98,15 @@ def load_experts(
     files = ModelFiles(checkpoint, disk) if disk is not None and layouts else None
 
     without = {*of_cpu} if split is None else set[int]()  # layers that have no slots
-    counts = [
-        min(slots, block.experts.count) if block.experts is not None and index not in without else 0
+    counts = {
+        index: 0 if index in without else min(slots, block.experts.count)
         for index, block in enumerate(own.blocks)
-    ]
+        if block.experts is not None
+    }
     slot_memory: SlotMemory | None = None
     if slots and own.experts is not None:
-        most = max(layout.num_bytes for layout in layouts.values())
-        each = zip(own.blocks, counts, strict=True)
-        of_slots = sum(layouts[block].num_bytes * count for block, count in each if count)
-        staged = min(staged or len(without), own.experts.count)
-        need = max(of_slots, prefill_bytes, staged * most)
-        slot_memory = SlotMemory(memory, own.experts, need, num_staged=staged, staged_bytes=most, always=bool(without))
+        of_layers = [(count, layouts[own.blocks[index]].num_bytes) for index, count in counts.items()]
+        slot_memory = SlotMemory(memory, own.experts, of_layers, min(staged, own.experts.count), prefill_bytes)
 
     def of_layer(index: int, block: Block) -> ExpertHomes | None:
         if block.experts is None:
@@ -130,23 +127,22 @@ def load_experts(
         here: ResidentExperts | StreamedExperts, homes: Callable[[Link], NearHomes], index: int, layout: LayerLayout
     ) -> ExpertHomes:
         """The experts of a layer that are `here`, on the host if there are slots."""
-        if not slots:
+        if slot_memory is None:
             return here
         assert link is not None
-        assert slot_memory is not None
-        found, alone = homes(link), None
-        sharing = None if split is None or index not in of_cpu else Sharing(found, split, behind)
-        if count := counts[index]:
-            of_passes = StreamedExperts(found, slot_memory.slots(count, layout.num_bytes), layout, index, room, sharing)
-            alone = of_passes.alone
-        if not staged:
-            return of_passes
+        found, count, own_slots = homes(link), counts[index], None
+        if count:
+            sharing = None if split is None or index not in of_cpu else Sharing(found, split, behind)
+            own_slots = StreamedExperts(found, slot_memory.slots(count, layout.num_bytes), layout, index, room, sharing)
+        if not (staged := slot_memory.num_staged):
+            assert own_slots is not None
+            return own_slots
         passing = StreamedExperts(found, slot_memory.staged, layout, index, room, at_once=max(staged // 2, 1))
-        many = PrefillExperts(alone, passing, slot_memory)
-        if not count:
+        many = PrefillExperts(None if own_slots is None else own_slots.alone, passing, slot_memory)
+        if own_slots is None:
             return HostExperts(here, many, room)
-        of_passes.in_prefill = many
-        return of_passes
+        own_slots.in_prefill = many
+        return own_slots
 
     return tuple(of_layer(index, block) for index, block in enumerate(own.blocks)) if layouts else ()
 

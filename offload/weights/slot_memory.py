@@ -3,7 +3,8 @@ are of little use while its rows want all experts, and what experts make of thou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,16 +27,17 @@ class SlotMemory:
         self,
         memory: Memory,
         experts: Experts,
-        num_bytes: int,
-        *,
+        layers: Sequence[tuple[int, int]],
         num_staged: int = 0,
-        staged_bytes: int = 0,
-        always: bool = False,
+        prefill_bytes: int = 0,
     ) -> None:
-        """num_bytes: of all slots, and at least of a prefill's. num_staged: staging slots, of `staged_bytes` each.
-        always: in every prefill; else where its rows want nearly all experts. Raises DoesNotFit."""
-        self._arena = Arena(memory, num_bytes, purpose="expert slots")
-        self._experts, self._always, self._shape = experts, always, (num_staged, staged_bytes)
+        """layers: the number of slots, and the bytes of each, of every layer with experts. Where one has none, there
+        are staging slots in every prefill; else where its rows want nearly all experts. num_staged, prefill_bytes: see
+        `Placement`. Raises DoesNotFit."""
+        self._experts, self._always = experts, not all(count for count, _ in layers)
+        self._shape = max(num_staged, int(self._always)), max(size for _, size in layers)
+        need = sum(count * size for count, size in layers), math.prod(self._shape), prefill_bytes
+        self._arena = Arena(memory, max(need), purpose="expert slots")
         self._arena.begin(lambda: None)
         self.staged = ExpertSlots(self._arena.take(self._shape, torch.uint8))  # where they are in every turn
         self._arena.end()
@@ -43,8 +45,12 @@ class SlotMemory:
         self.room = _LentRoom(self._arena)
 
     def slots(self, count: int, num_bytes: int) -> ExpertSlots:
-        """The slots of the next layer, of `num_bytes` each."""
+        """The slots of the next layer, of `num_bytes` each. Layers come in their order."""
         return self._arena.own((count, num_bytes), ExpertSlots)
+
+    @property
+    def num_staged(self) -> int:
+        return len(self.staged.content)
 
     @property
     def stages(self) -> bool:

@@ -117,10 +117,11 @@ class ExpertHomes(Protocol):
     @property
     def on_host(self) -> bool: ...
 
-    def ahead(self, then: ExpertHomes | None = None, *, busy: int = 0) -> None:
+    def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
         """Begin to fetch experts before their router has chosen, as far as there is room for them. A layer whose rows
-        want nearly all of them calls it before its attention. then: of the layer whose experts may be fetched while the
-        last of these are used, if they share slots; busy: shared slots that are in use."""
+        want nearly all of them calls it before its attention. then: the next layer's, which may be fetched to shared
+        slots that these do not need; is_last: none of which they need after the coming rows. busy: shared slots that
+        others need."""
         ...
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:

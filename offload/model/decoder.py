@@ -172,7 +172,7 @@ class Decoder:
         between two blocks. Peak memory: one block's intermediates besides `rows`.
         """
         step = rows.block if on_hidden is not None and self.config.shares_windows else max(len(tokens), 1)
-        with prefill_turn(self.weights.experts, min(len(tokens), rows.together)):
+        with prefill_turn(self.weights.experts, len(tokens), rows.together):
             for first in range(0, len(tokens), step):
 
                 def done(num_tokens: int, first: int = first) -> None:

@@ -127,11 +127,11 @@ class TorchLayers:
             yield done
 
     def _ahead(self, layer: int, x: Tensor, *, is_last: bool) -> None:
-        """Begin to fetch a layer's experts before its router chooses them, where rows x want nearly all, and with the
-        last rows those of the next layer that has some."""
+        """Begin to fetch a layer's experts before its router chooses them, where rows x want nearly all, and then those
+        of the next layer that has some. is_last: see `ExpertHomes.ahead`."""
         experts, homes = self._config.blocks[layer].experts, self._experts[layer]
         if experts is not None and homes is not None and wants_nearly_all(experts, len(x)):
-            homes.ahead(next(filter(None, self._experts[layer + 1 :]), None) if is_last else None)
+            homes.ahead(next(filter(None, self._experts[layer + 1 :]), None), is_last=is_last)
 
     def _dues(self, own: Block, block: _Block) -> tuple[list[Due], list[Due]]:
         return dues_of(own, *block.x.shape, squares=norms_over_ranks(self._config, self._sums))

@@ -17,7 +17,7 @@ from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
-from offload.speed.routing import layers_wanted_bytes, over_groups, wants_nearly_all
+from offload.speed.routing import BANK, layers_wanted_bytes, over_groups, wants_nearly_all
 
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
@@ -181,9 +181,10 @@ class Cost(Passes):
         assert experts is not None
         if not (own.staged_experts and wants_nearly_all(experts, rows)):
             return fetched, fetched
-        groups = 1 if not own.expert_places else -(-num_tokens // at_once)  # those in the file do not come ahead
-        layers = 1 if not own.expert_places else self.sizing.target.num_expert_layers
-        return fetched, min(groups * layers * own.staged_experts / 2 * self.sizing.largest_expert_bytes, fetched)
+        banks = 1
+        if own.expert_places:  # those in the file do not come ahead
+            banks = -(-num_tokens // at_once) * self.sizing.target.num_expert_layers
+        return fetched, min(banks * min(own.staged_experts / 2, BANK) * self.sizing.largest_expert_bytes, fetched)
 
     def _in_no_slot(self, rows: int) -> float:
         """Bytes of experts that `rows` rows of a prefill want and that are in no slot once all slots have some."""

@@ -15,8 +15,9 @@ LEAST_SLOTS = 2  # one is used while an expert crosses the link to the other
 CPU_EXPERT_ROWS = 4096  # of a prefill, over which a layer's experts run at once, at most
 GPU_EXPERT_ROWS = 8192
 _ROWS_OF_EXPERT = 256  # for which a CPU makes an expert's numbers once: more would hardly pay
-_EXPERT_ROOM = 2**29  # bytes of what experts make of these rows, at most, and of staging slots
-_MOST_STAGED = 64  # staging slots: half of them are some milliseconds of a link
+_EXPERT_ROOM = 2**29  # bytes of what experts make of these rows, at most
+_STAGING_ROOM = 2**28  # bytes of the fewest staging slots, at most: half of them are some milliseconds of a link
+_LEAST_STAGED = 64  # staging slots, if they have no more bytes
 _PANEL_ROWS = 64 * 64  # of experts' matrices that up to 64 threads of a CPU decode at a time
 _ALIGNMENT = 256  # bytes, of the parts of a prefill's memory
 _SPLITS = 16  # splits of a device's memory between experts and cache that are compared
@@ -39,9 +40,18 @@ def expert_rows(sizing: Sizing, capacity: int, *, streamed: bool = False) -> int
     return PREFILL_BLOCK * (max(min(blocks, -(-capacity // PREFILL_BLOCK)), 1) if runs else 1)
 
 
-def staged_experts(sizing: Sizing) -> int:
-    """Staging slots of a prefill: two banks, each of which fills while the other is used."""
-    return min(max(_EXPERT_ROOM // max(sizing.largest_expert_bytes, 1), LEAST_SLOTS), _MOST_STAGED, sizing.num_experts)
+def least_staged(sizing: Sizing) -> int:
+    """The fewest staging slots of a prefill: two banks, each of which fills while the other is used."""
+    most = _STAGING_ROOM // max(sizing.largest_expert_bytes, 1)
+    return min(max(most, LEAST_SLOTS), _LEAST_STAGED, sizing.num_experts)
+
+
+def staged_experts(sizing: Sizing, rows: int, num_bytes: int) -> int:
+    """Staging slots of a prefill in the memory of slots, `num_bytes`, beside what experts make of `rows` rows: one for
+    each of a layer's experts, if there is room. Each saves a copy in every layer for all later rows; a slot of a layer
+    saves one in that layer."""
+    room = num_bytes - prefill_bytes(sizing, rows, 0)
+    return max(min(room // max(sizing.largest_expert_bytes, 1), sizing.num_experts), least_staged(sizing))
 
 
 def slots_bytes(sizing: Sizing, slots: int, cpu_experts: int, prefill: int) -> int:
@@ -50,12 +60,12 @@ def slots_bytes(sizing: Sizing, slots: int, cpu_experts: int, prefill: int) -> i
     return max(slots * sizing.first_experts(sizing.target.num_expert_layers - cpu_experts), prefill) if slots else 0
 
 
-def prefill_bytes(sizing: Sizing, rows: int) -> int:
-    """Bytes that a prefill has of the slots' memory: staging slots, and what experts make of `rows` rows at once."""
-    staged = -(-staged_experts(sizing) * sizing.largest_expert_bytes // _ALIGNMENT) * _ALIGNMENT
+def prefill_bytes(sizing: Sizing, rows: int, staged: int) -> int:
+    """Bytes that a prefill has of the slots' memory: `staged` slots, and what experts make of `rows` rows at once."""
+    of_slots = -(-staged * sizing.largest_expert_bytes // _ALIGNMENT) * _ALIGNMENT
     kinds = [dict(_made(sizing, kind, rows)) for kind, _ in sizing.shard.kinds]
     made = {name: max(kind.get(name, 0) for kind in kinds) for name in ("inner", "both", "made", "scratch")}
-    return staged + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in made.values())
+    return of_slots + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in made.values())
 
 
 def made_bytes(sizing: Sizing, layer: ModelConfig, rows: int) -> int:

@@ -18,6 +18,7 @@ from offload.plan.expert_placement import (
     LEAST_SLOTS,
     best_slots,
     expert_rows,
+    least_staged,
     prefill_bytes,
     slots_bytes,
     staged_experts,
@@ -206,8 +207,8 @@ class _Filling:
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             expert_places=places,
             expert_rows=self._expert_rows,
-            staged_experts=staged_experts(sizing) if slots else 0,
-            prefill_bytes=self._prefill_bytes if slots else 0,
+            staged_experts=(staged := self._staged(slots)),
+            prefill_bytes=prefill_bytes(sizing, self._expert_rows, staged) if slots else 0,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -296,7 +297,7 @@ class _Filling:
         return sizing.of_all({"arena": arena, "kv cache": tiles * sizing.tile_bytes(self.capacity)})
 
     def _slots_bytes(self, slots: int, *, first: bool = True) -> int:
-        of_layers = slots_bytes(self.sizing, slots, self._whole, self._prefill_bytes)
+        of_layers = slots_bytes(self.sizing, slots, self._whole, self._least_prefill)
         return of_layers + (slots * self._of_head(1) if first else 0)
 
     def _host(self, layers: int, tiles: int, slots: int, places: int) -> dict[str, int]:
@@ -339,9 +340,12 @@ class _Filling:
     def _expert_rows(self) -> int:
         return expert_rows(self.sizing, self.capacity, streamed="weights" in self.offload)
 
+    def _staged(self, slots: int) -> int:
+        return staged_experts(self.sizing, self._expert_rows, self._slots_bytes(slots, first=False)) if slots else 0
+
     @cached_property
-    def _prefill_bytes(self) -> int:
-        return prefill_bytes(self.sizing, self._expert_rows)
+    def _least_prefill(self) -> int:
+        return prefill_bytes(self.sizing, self._expert_rows, least_staged(self.sizing))
 
     @cached_property
     def _fixed(self) -> dict[str, int]:

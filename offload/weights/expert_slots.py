@@ -17,21 +17,21 @@ Fill = Callable[[Tensor, Event | None], Event]  # see `Homes.fill`
 
 class ExpertSlots:
     """Slots for experts on the device, or places in host memory, of one layer or shared by several. An expert that is
-    in no slot takes the slot of the least recently used one. The first slots may be lent (`transfer.arena.Lender`):
-    meanwhile they are none, and then they are empty."""
+    in no slot takes the slot of the least recently used one. Slots may be lent (`transfer.arena.Lender`): meanwhile
+    they are none, and then they are empty."""
 
     def __init__(self, content: Tensor) -> None:
         """content: uint8 [slots, bytes of the largest expert]."""
         self.content = content
         self._held = OrderedDict[Expert, int]()  # expert -> slot, the least recently used first
         self._free: list[int] = [*range(len(content))]
-        self._num_lent = 0
+        self._lent = set[int]()
         self._arriving = dict[int, Event]()  # by slot: copies to it that nobody has waited for
         self._leaving = dict[int, Event]()  # by slot: the last copy from it
         self._computed = dict[int, Event]()  # by slot: the end of the computation with its last expert, if it is known
 
     def __len__(self) -> int:
-        return len(self.content) - self._num_lent
+        return len(self.content) - len(self._lent)
 
     @property
     def num_free(self) -> int:
@@ -88,10 +88,9 @@ class ExpertSlots:
 
     def lend(self, num_bytes: int) -> None:
         """See `Lender`. The experts there are in no slot any more."""
-        count = min(-(-num_bytes // self.content.shape[1]), len(self.content))
-        lent = range(self._num_lent, count)
-        self._free = [slot for slot in self._free if slot >= count]
-        self._num_lent = max(self._num_lent, count)
+        lent = {*range(min(-(-num_bytes // self.content.shape[1]), len(self.content)))} - self._lent
+        self._lent |= lent
+        self._free = [slot for slot in self._free if slot not in lent]
         for expert in [own for own, slot in self._held.items() if slot in lent]:
             del self._held[expert]
         for slot in lent:
@@ -100,12 +99,13 @@ class ExpertSlots:
                     with suppress(ModelError):  # of a copy that nobody waited for: the expert has gone
                         event.wait()
 
-    def take_back(self) -> None:
-        """See `Lender`. Later copies to the slots that were lent wait for all computation issued when they begin."""
-        for slot in range(self._num_lent):
-            self._computed.pop(slot, None)
-            self._free.append(slot)
-        self._num_lent = 0
+    def take_back(self, most: int | None = None) -> None:
+        """See `Lender`. Later copies to the slots that were lent wait for all computation issued when they begin.
+        most: of the first slots, which alone come back; None: all."""
+        back = {*range(len(self.content) if most is None else most)} & self._lent
+        self.computed(back, None)
+        self._free += back
+        self._lent -= back
 
     def _made_free(self) -> int:
         """A slot of no expert, which nothing is copied to or from."""

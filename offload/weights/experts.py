@@ -14,7 +14,7 @@ from offload.config.block import Block
 from offload.config.model import ModelConfig
 from offload.kernels.experts import Bank, Batch, ExpertHomes, Room
 from offload.plan.shards import ALONE, Shard
-from offload.speed.routing import cpu_layers
+from offload.speed.routing import BANK, cpu_layers
 from offload.speed.split import Split
 from offload.transfer.disk import Disk
 from offload.transfer.link import Link
@@ -40,7 +40,7 @@ class ResidentExperts:
         self.bank = bank
         self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
 
-    def ahead(self, then: ExpertHomes | None = None, *, busy: int = 0) -> None:
+    def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
         """See `ExpertHomes`. All experts are there."""
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
@@ -60,8 +60,8 @@ class HostExperts:
         """own: with their bank on the host. room: of passes; None: the same as that of `in_prefill`."""
         self.bank, self.own, self.in_prefill, self.room = own.bank, own, in_prefill, room or in_prefill.room
 
-    def ahead(self, then: ExpertHomes | None = None, *, busy: int = 0) -> None:
-        self.own.ahead(then, busy=busy)
+    def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
+        self.own.ahead(then, is_last=is_last, busy=busy)
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         return self.own.batches(chosen)
@@ -137,7 +137,8 @@ def load_experts(
         if not (staged := slot_memory.num_staged):
             assert own_slots is not None
             return own_slots
-        passing = StreamedExperts(found, slot_memory.staged, layout, index, room, at_once=max(staged // 2, 1))
+        at_once = max(min(staged // 2, BANK), 1)
+        passing = StreamedExperts(found, slot_memory.staged, layout, index, room, at_once=at_once)
         many = PrefillExperts(None if own_slots is None else own_slots.alone, passing, slot_memory)
         if own_slots is None:
             return HostExperts(here, many, room)
@@ -152,12 +153,11 @@ def in_prefill(homes: ExpertHomes | None) -> ExpertHomes | None:
     return homes.in_prefill if isinstance(homes, HostExperts | StreamedExperts) else homes
 
 
-def prefill_turn(experts: Sequence[ExpertHomes | None], num_rows: int) -> AbstractContextManager[None]:
-    """A context in which a prefill has its memory of the experts of all layers' slots, if it has some. num_rows: that
-    run through experts at once."""
+def prefill_turn(experts: Sequence[ExpertHomes | None], num_rows: int, at_once: int) -> AbstractContextManager[None]:
+    """A context in which a prefill has its part of the memory of slots, if there is one, see `SlotMemory.turn`."""
     found = (own.memory for each in experts if isinstance(own := in_prefill(each), PrefillExperts))
     memory = next(found, None)
-    return nullcontext() if memory is None else memory.turn(num_rows)
+    return nullcontext() if memory is None else memory.turn(num_rows, at_once)
 
 
 def _tier(slots: int) -> Tier:

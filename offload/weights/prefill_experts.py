@@ -13,9 +13,9 @@ from offload.weights.streamed_experts import StreamedExperts
 
 class PrefillExperts:
     """A layer's experts in a prefill: those in its slots stay there, and others come into its free ones. The rest goes
-    through staging slots that all layers share, in two banks: while one is used, the other fills, and while a layer's
-    last experts are used, the first of the next layer cross the link. A prefill whose rows want few has no staging
-    slots: its experts take those of the layer, as in a pass."""
+    through staging slots that all layers share, a bank at a time: while it is used, others fill, and those of the next
+    layer fill what the layer does not need any more. A prefill whose rows want few has no staging slots: its experts
+    take those of the layer, as in a pass."""
 
     on_host = False
 
@@ -23,6 +23,7 @@ class PrefillExperts:
         """own: of the layer's slots; None: it has none. staged: the same experts in the slots of `memory.staged`."""
         self.own, self.staged, self.memory = own, staged, memory
         self._then: ExpertHomes | None = None
+        self._is_last = True
 
     @property
     def bank(self) -> Bank:
@@ -36,9 +37,9 @@ class PrefillExperts:
     def parts(self) -> list[StreamedExperts]:
         return [self.staged] if self.own is None else [self.own, self.staged]
 
-    def ahead(self, then: ExpertHomes | None = None, *, busy: int = 0) -> None:
+    def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
         """See `ExpertHomes`."""
-        self._then = then
+        self._then, self._is_last = then, is_last
         if self.own is not None:
             self.own.ahead()
         self.staged.ahead(busy=busy, but=() if self.own is None else self.own)
@@ -46,7 +47,7 @@ class PrefillExperts:
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. Experts that an earlier group of rows has left in staging slots come first, so that others
         cross while those in the layer's slots are used."""
-        then, self._then = self._then, None
+        then, is_last, self._then = self._then, self._is_last, None
         if self.own is not None and not self.memory.stages:
             return self.own.batches(chosen)
         wanted = self.staged.wanted(chosen)
@@ -56,6 +57,6 @@ class PrefillExperts:
 
         def begin_next(count: int) -> None:
             if then is not None:
-                then.ahead(busy=count)
+                then.ahead(busy=count if is_last else self.staged.num_held)
 
         return self.staged.batches_of(others, meanwhile, begin_next)

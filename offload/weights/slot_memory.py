@@ -17,6 +17,8 @@ from offload.transfer.arena import Arena
 from offload.transfer.memory import Memory
 from offload.weights.expert_slots import ExpertSlots
 
+_BANKS = 4  # of all staging slots: one of them is enough for rows that run at once
+
 
 class SlotMemory:
     """The memory of all layers' slots for experts. A prefill takes from its beginning on, so from the last layers, what
@@ -58,13 +60,17 @@ class SlotMemory:
         return len(self.staged) > 0
 
     @contextmanager
-    def turn(self, num_rows: int) -> Iterator[None]:
-        """Have a prefill's memory, of `num_rows` rows that run through experts at once."""
+    def turn(self, num_rows: int, at_once: int) -> Iterator[None]:
+        """Have the memory of a prefill of `num_rows` rows, of which up to `at_once` run through experts at once. Those
+        that follow find experts in staging slots, which therefore take the place of as many other slots as there are;
+        of rows that run at once, staging slots have what crosses ahead of them, and more of the others stay."""
         self._arena.begin(self._give_up)
         try:
-            if self._always or wants_nearly_all(self._experts, num_rows):
-                self._arena.take(self._shape, torch.uint8)
-                self.staged.take_back()
+            if self._always or wants_nearly_all(self._experts, min(num_rows, at_once)):
+                count, size = self._shape
+                staged = count if num_rows > at_once else -(-count // _BANKS)
+                self._arena.take((staged, size), torch.uint8)
+                self.staged.take_back(staged)
             yield
         finally:
             self._arena.end()

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice
 
 import torch
@@ -95,10 +96,17 @@ class StreamedExperts:
         self.alone = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
         self.in_prefill: ExpertHomes = self.alone
 
-    def ahead(self, then: ExpertHomes | None = None, *, busy: int = 0, but: Container[Expert] = ()) -> None:
+    def ahead(
+        self,
+        then: ExpertHomes | None = None,
+        *,
+        is_last: bool = True,
+        busy: int = 0,
+        but: Container[Expert] = (),
+    ) -> None:
         """See `ExpertHomes`. Experts are fetched in the order of their numbers into slots that none of the layer's has;
         those in the file are not read ahead, since the host would wait for them. but: experts that are elsewhere."""
-        everyone = dict.fromkeys((self._layer, number) for number in range(len(self._homes)))
+        everyone = self._everyone
         held = self._slots.used(self._slots.held(everyone))
         others = (e for e in everyone if e not in held and e not in but and not self._homes.is_far(e[1]))
         self._fetch([*islice(others, max(len(self._slots) - len(held) - busy, 0))])
@@ -111,7 +119,7 @@ class StreamedExperts:
         self,
         wanted: Mapping[Expert, int],
         meanwhile: Iterable[Batch] = (),
-        on_last: Callable[[int], None] = lambda count: None,
+        on_free: Callable[[int], None] = lambda count: None,
     ) -> Iterator[Batch]:
         """Begin to fetch the experts that are in no slot, of the `wanted` ones, each with its number of rows. Returns
         their batches: the first one has those in slots, while others cross the link; then come those that the CPU runs;
@@ -119,7 +127,8 @@ class StreamedExperts:
         all, each has a few, whose slots the next ones take while others are used.
 
         meanwhile: batches from elsewhere, an iterator, which come once those in slots have left these to others.
-        on_last: called before the last batch from here, with the number of its slots; the others may be given away."""
+        on_free: called before each batch from here once all are there or under way, with the number of slots that they
+        still have; the others may be given away."""
         hits = self._slots.used(wanted)
         under_way = self._under_way(hits)
         there = {own: slot for own, slot in hits.items() if own not in under_way}
@@ -140,7 +149,7 @@ class StreamedExperts:
             if shares.by_cpu:
                 yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
 
-        return chain(first(), self._others(there if left else {}, under_way | coming, left, meanwhile, on_last))
+        return chain(first(), self._others(there if left else {}, under_way | coming, left, meanwhile, on_free))
 
     def _others(
         self,
@@ -148,18 +157,18 @@ class StreamedExperts:
         coming: dict[Expert, int],
         left: Sequence[Expert],
         meanwhile: Iterable[Batch],
-        on_last: Callable[[int], None],
+        on_free: Callable[[int], None],
     ) -> Iterator[Batch]:
         """The batches of experts that are there, or coming, and of those that are left for their slots."""
         waiting, at_once = there | coming, self._at_once or _AT_ONCE
         if not waiting:
-            on_last(0)
+            on_free(0)
         while waiting:  # in the order in which they leave their slots: the least recently used first
             if not waiting.keys() & there:
                 yield from meanwhile
             group = dict(islice(waiting.items(), at_once))
-            if len(group) == len(waiting) and not left:
-                on_last(len(group))
+            if not left:
+                on_free(len(waiting))
             yield from self._used(group)
             waiting = {expert: slot for expert, slot in waiting.items() if expert not in group}
             coming = self._fetch(left[: len(self._slots) - len(waiting)])
@@ -172,6 +181,15 @@ class StreamedExperts:
         missing = (each for each in wanted if each not in self._slots and each not in but)
         fit = sorted(missing, key=lambda own: -wanted[own])[: self._slots.num_free]
         return {each: wanted[each] for each in (*self._slots.held(wanted), *fit)}
+
+    @property
+    def num_held(self) -> int:
+        """The number of the layer's experts that are in slots."""
+        return len(self._slots.held(self._everyone))
+
+    @cached_property
+    def _everyone(self) -> Mapping[Expert, None]:
+        return dict.fromkeys((self._layer, number) for number in range(len(self._homes)))
 
     def __contains__(self, expert: object) -> bool:
         """Whether an expert is in a slot."""

@@ -182,6 +182,7 @@ class _Filling:
             slots = self._best_slots(layers, slots) if slots else 0
             tiles = self._most_tiles(layers, slots)
         bits, places = self._link_bits, self._most_places(layers, tiles, slots)
+        staged = staged_experts(sizing, self._expert_rows, self._slots_bytes(slots, first=False)) if slots else 0
         several = sizing.num_devices > 1
         return Placement(
             offload=tuple(sorted(self.offload)),
@@ -207,7 +208,7 @@ class _Filling:
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             expert_places=places,
             expert_rows=self._expert_rows,
-            staged_experts=(staged := self._staged(slots)),
+            staged_experts=staged,
             prefill_bytes=prefill_bytes(sizing, self._expert_rows, staged) if slots else 0,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
@@ -339,9 +340,6 @@ class _Filling:
     @property
     def _expert_rows(self) -> int:
         return expert_rows(self.sizing, self.capacity, streamed="weights" in self.offload)
-
-    def _staged(self, slots: int) -> int:
-        return staged_experts(self.sizing, self._expert_rows, self._slots_bytes(slots, first=False)) if slots else 0
 
     @cached_property
     def _least_prefill(self) -> int:

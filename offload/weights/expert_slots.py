@@ -49,7 +49,7 @@ class ExpertSlots:
         return hits
 
     def held(self, experts: Container[Expert]) -> list[Expert]:
-        """Those of `experts` that are in slots, the least recently used first."""
+        """The experts among `experts` that are in slots, the least recently used first."""
         return [expert for expert in self._held if expert in experts]
 
     def fetch(self, experts: Mapping[Expert, Fill]) -> dict[Expert, int]:

@@ -38,7 +38,6 @@ class PrefillExperts:
         return [self.staged] if self.own is None else [self.own, self.staged]
 
     def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
-        """See `ExpertHomes`."""
         self._then, self._is_last = then, is_last
         if self.own is not None:
             self.own.ahead()

@@ -112,7 +112,6 @@ class StreamedExperts:
         self._fetch([*islice(others, max(len(self._slots) - len(held) - busy, 0))])
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
-        """See `ExpertHomes`."""
         return self.batches_of(self.wanted(chosen))
 
     def batches_of(
@@ -176,7 +175,7 @@ class StreamedExperts:
         yield from meanwhile
 
     def keeping(self, wanted: Mapping[Expert, int], but: Container[Expert]) -> dict[Expert, int]:
-        """Those of `wanted` that are in slots, the least recently used first, and as many others as there are free
+        """The wanted experts that are in slots, the least recently used first, and as many others as there are free
         slots, those with the most rows. but: experts that are elsewhere."""
         missing = (each for each in wanted if each not in self._slots and each not in but)
         fit = sorted(missing, key=lambda own: -wanted[own])[: self._slots.num_free]

@@ -42,11 +42,11 @@ DRAFT_SCHEDULE = Schedule(
     decay_share=0.5,
 )
 MIXTURE_SCHEDULE = Schedule(
-    phases=(Phase(1000, 16, 512),),
+    phases=(Phase(450, 16, 512),),
     matrix_lr=0.02,
     other_lr=2e-3,
     warmup=40,
-    decay_share=0.45,
+    decay_share=1 / 3,
     final_share=0.05,
 )
 

@@ -263,6 +263,7 @@ def test_an_expert_that_is_in_no_batch_of_a_row_is_not_asked_for() -> None:
     class InBatches:
         whole: ResidentExperts
         size: int
+        room: None = None
 
         @property
         def bank(self) -> Bank:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.config.networks import Experts, FeedForward
 from offload.formats.layout import EXPERT_ALIGNMENT
-from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Mixture
+from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Mixture, Room
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, address, structure_of, widened_floats
 from offload.native import interface as native
@@ -138,10 +138,13 @@ def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype, thr
 
 
 @contextmanager
-def _scratch(parts: _Parts) -> Iterator[Mapping[str, Tensor]]:
-    """Scratch for a call. It is kept for the next one."""
-    need = _total_bytes(parts)
-    block = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
+def _scratch(parts: _Parts, room: Room | None = None) -> Iterator[Mapping[str, Tensor]]:
+    """Scratch for a call: in `room` if it is lent, else kept for the next call."""
+    need, lent = _total_bytes(parts), room is not None and room.is_lent
+    if room is not None and lent:
+        block = room.take("scratch", (need,), torch.uint8, torch.device("cpu"))
+    else:
+        block = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
     if len(block) < need:
         block = torch.empty(need, dtype=torch.uint8)
     views, start = {}, 0
@@ -150,7 +153,8 @@ def _scratch(parts: _Parts) -> Iterator[Mapping[str, Tensor]]:
         views[name] = block[start : start + num_bytes].view(dtype).view(shape)
         start += _padded(num_bytes)
     yield views
-    _spare[:] = [block]
+    if not lent:
+        _spare[:] = [block]
 
 
 def _padded(num_bytes: int) -> int:
@@ -177,7 +181,8 @@ def _run(
     assert router.matrix.dtype == torch.float32
     assert beside is None or beside.is_contiguous()
     threads, bank = torch.get_num_threads(), homes.bank
-    with _scratch(_parts(experts, len(rows), rows.shape[1], rows.dtype, threads if many else 0)) as scratch:
+    parts = _parts(experts, len(rows), rows.shape[1], rows.dtype, threads if many else 0)
+    with _scratch(parts, homes.room if many else None) as scratch:
         gate, down = _steps(experts.network, bank.places[0], read, own_norm, scratch)
         routed = ("normed", "scores", "chosen", "weights", *(("laid", "decoded") if many else ()))
         structure = native.Experts(

@@ -353,7 +353,7 @@ class _Alternating:
 @pytest.mark.parametrize("name", on_this_machine())
 def test_prepared_calls_give_the_bits_of_fresh_ones_for_any_rows_and_bank_in_turn(name: str) -> None:
     own, experts = built(name), MIXTURES["softmax over all"]
-    given, other = (scene(experts, torch.bfloat16, 9, "Q4_0", seed=seed) for seed in (1, 2))
+    given, other = (scene(experts, torch.bfloat16, 9, *["Q4_0"] * 3, seed=seed) for seed in (1, 2))
     rows, out = given.rows, torch.empty_like(given.rows)
     homes = _Alternating(given.homes, other.homes)
     calls = MixtureCalls(own, given.mixture, homes, rows, out)  # type: ignore[arg-type]

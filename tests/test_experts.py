@@ -357,7 +357,7 @@ def test_prepared_calls_give_the_bits_of_fresh_ones_for_any_rows_and_bank_in_tur
     rows, out = given.rows, torch.empty_like(given.rows)
     homes = _Alternating(given.homes, other.homes)
     calls = MixtureCalls(own, given.mixture, homes, rows, out)  # type: ignore[arg-type]
-    for count in (9, 2, 2, 5, 9, 9):
+    for count in (2, 9, 2, 5, 9, 9):
         bank = homes.homes[0]
         calls.run(count)
         assert own.experts is not None

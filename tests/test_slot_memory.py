@@ -23,7 +23,7 @@ from kit.models import GREEDY, random_tokens
 from kit.processor import best
 from offload.engine.engine import Engine, load_tokenizer
 from offload.errors import ModelError
-from offload.kernels import experts_cpu
+from offload.kernels import experts_scratch
 from offload.kernels.experts import Batch, Mixture, Router
 from offload.model.decoder import Decoder
 from offload.plan.expert_placement import prefill_bytes, staged_experts
@@ -82,7 +82,7 @@ class Model:
 def scratch_bytes(num_rows: int) -> int:
     """Bytes of what experts make of rows, by a CPU's kernels."""
     threads = torch.get_num_threads()
-    return experts_cpu.scratch_bytes(EXPERTS, num_rows, HIDDEN, torch.bfloat16, threads=threads)
+    return experts_scratch.scratch_bytes(EXPERTS, num_rows, HIDDEN, torch.bfloat16, threads=threads)
 
 
 @contextmanager
@@ -513,7 +513,7 @@ def test_a_prefill_has_planned_for_what_it_takes(hardware: str) -> None:
     assert staged == EXPERTS.count
     made = prefill_bytes(sizing, rows, staged) - staged * size
     if hardware == "a CPU":
-        need = experts_cpu.scratch_bytes(EXPERTS, rows, HIDDEN, torch.bfloat16, threads=64)
+        need = experts_scratch.scratch_bytes(EXPERTS, rows, HIDDEN, torch.bfloat16, threads=64)
     else:
         need = 2 * rows * EXPERTS.used * (EXPERTS.network.size + HIDDEN)
     assert need <= made <= 1.02 * need + 512

@@ -176,7 +176,10 @@ class Sizing:
         return self.hardware.is_cpu or (self.itemsize == 2 and self.hardware.fast_bf16 and serves)
 
     def num_tiles(self, capacity: int) -> int:
-        """The number of tiles of each layer: as few as possible, for few calls."""
+        """The number of tiles of each layer: as few as possible, for few calls; one where a GPU attends to blocks that
+        an index chooses, in one launch."""
+        if self.target.indexer is not None and not self.hardware.is_cpu:
+            return 1
         return -(-capacity // MAX_TILE_TOKENS)
 
     def tile_tokens(self, capacity: int) -> int:

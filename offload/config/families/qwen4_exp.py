@@ -26,7 +26,8 @@ _STREAMS = ("hc_count", "hc_lowrank")
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _KEY_HEADS, _GATE, _NORMED = "indexer_kv_heads", "output_gate_type", "norm_topk_prob"
 _GATES = ("sigmoid", "silu")
-_GRAMS, _WIDTH = "ple_layer_ids", "ple_embed_dim"
+_GRAMS, _WIDTH, _TAPS = "ple_layer_ids", "ple_embed_dim", "ple_conv_kernel_size"
+_MOST_BEFORE = 16  # tokens before one that the GPU's kernel of its convolution reads
 _HASHES = ("*.ple_embedding.layer_multipliers", "*.ple_embedding.ngram_heads_*")  # they follow from the fields
 _DEFAULTS = Defaults(
     kv_heads=2, head_dim=256, derives_head_dim=False, max_positions=32768,
@@ -73,11 +74,14 @@ def _ngrams(source: Fields, config: ModelConfig, index: int) -> NGrams:
     own = head_sizes(source.integer("ngram_vocab_size_base", 1 << 32, default=20_000_000), count, index=index)
     multiple = source.integer("make_ngram_vocab_size_divisible_by", 1 << 20, default=128)
     seed = source.get("seed", whole(0, (1 << 62) - 1), 1234)
+    taps = source.integer(_TAPS, MOST_TAPS, default=4)
+    if (taps - 1) * size > _MOST_BEFORE:
+        source.refuse(_TAPS, f"{1 + _MOST_BEFORE // size} at most for n-grams of {size} tokens, which are its dilation")
     assert config.streams is not None
     return NGrams(
         size, heads, width // count, multipliers(seed, config.vocab_size, size, index=index), own,
         padded(sum(own), multiple), config.eos_token_ids[0], config.hidden_size, config.streams.count,
-        taps=source.integer("ple_conv_kernel_size", MOST_TAPS, default=4), dilation=size, norm=config.streams.norm,
+        taps=taps, dilation=size, norm=config.streams.norm,
         parts=source.integer("split_ngram_parts", 1 << 16, default=512),
     )  # fmt: skip
 
@@ -113,7 +117,7 @@ def _indexer(source: Fields, config: ModelConfig) -> Indexer:
 
 
 _OF_GRAMS = (
-    "ngram_size", "heads_per_ngram", _WIDTH, "ple_conv_kernel_size", "ngram_vocab_size_base",
+    "ngram_size", "heads_per_ngram", _WIDTH, _TAPS, "ngram_vocab_size_base",
     "make_ngram_vocab_size_divisible_by", "seed", "split_ngram_parts",
 )  # fmt: skip
 READS = qwen3_5_moe.READS | {*_STREAMS, *_INDEXER, _KEY_HEADS, _GATE, _NORMED, _GRAMS, *_OF_GRAMS}

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kit.fake_peers import fake_environment
 from kit.families import save_tiny
+from kit.gguf_flash import with_head as with_wide_head
 from kit.gguf_models import write_gguf as write_converted
 from kit.models import (
     DYNAMIC_ROPE,
@@ -91,6 +92,10 @@ SEEING: dict[str, dict[str, object]] = {
 NEXT: dict[str, object] = {
     **WIDE, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+FLASH: dict[str, object] = {
+    **WIDE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 32, "hc_lowrank": 32,
+    "indexer_budget": 16,
 }  # fmt: skip
 FEW: dict[str, object] = {**WIDE, "intermediate_size": 32}
 MIXTURES: dict[str, dict[str, object]] = {
@@ -454,6 +459,12 @@ class TestWheel:
     def test_llama_cpp_writes_what_we_write_of_qwen3_next(self, environment, tmp_path, length, joins_states):
         folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
         assert_same_text(environment, folder, length, joins_states=joins_states)
+
+    @pytest.mark.parametrize("length", [3, 60, 61, 62, 63, 150])
+    def test_llama_cpp_writes_what_we_write_of_qwen3_8_flash_next(self, environment, tmp_path, length):
+        """Beyond the budget of its indexer, at all lengths of the last block."""
+        folder = save_tiny("qwen4_exp", tmp_path / "model", tokenizer=True, **FLASH)
+        assert_same_text(environment, with_wide_head(folder), length)
 
     @pytest.mark.parametrize("name", GEMMA4)
     @pytest.mark.parametrize("length", [1, 3, 150])

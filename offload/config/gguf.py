@@ -24,12 +24,13 @@ from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINE
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.mixers import Attention, DeltaRule, HeadStates
 from offload.config.model import ModelConfig
-from offload.config.names import RecurrenceNames, TensorNames
+from offload.config.names import IndexNames, RecurrenceNames, TensorNames
 from offload.config.norm import Norm
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of plain numbers, with their bytes
+_INDEX = IndexNames("self_attn.indexer.q_proj", "self_attn.indexer.k_proj")  # which folders have in one tensor
 _GATE = re.compile(r"\.ffn_gate(?:_shexp)?\.weight$")
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -47,6 +48,8 @@ def gguf_config(header: Header) -> ModelConfig:
         config = _with_one(config)
     if isinstance(config.recurrence, HeadStates):
         config = _with_states(config, header, architecture)
+    if config.indexer is not None:
+        config = replace(config, names=replace(config.names, index=_INDEX))
     if values.has("attn_k_b.weight", config.attending[0]):  # old files have both in one tensor, as folders do
         own = config.names.attention
         config = replace(config, names=replace(config.names, k_b=f"{own}k_b_proj", v_b=f"{own}v_b_proj"))
@@ -185,11 +188,15 @@ def _with_one(config: ModelConfig) -> ModelConfig:
     """`config` for weights to which the converter added the 1 of norms that multiply by 1 + weight. Their norms are
     fp32, so no bit of the sum is lost."""
 
+    def own(norm: Norm) -> Norm:
+        return replace(norm, plus_one=False, fp32=norm.fp32 or norm.plus_one)
+
     def changed(norm: Norm | None) -> Norm | None:
-        return norm and replace(norm, plus_one=False, fp32=norm.fp32 or norm.plus_one)
+        return norm and own(norm)
 
     def attention(found: Attention) -> Attention:
-        return replace(found, qk_norm=changed(found.qk_norm))
+        indexer = found.indexer and replace(found.indexer, norm=own(found.indexer.norm))
+        return replace(found, qk_norm=changed(found.qk_norm), indexer=indexer)
 
     def block(found: Block) -> Block:
         return replace(
@@ -199,9 +206,10 @@ def _with_one(config: ModelConfig) -> ModelConfig:
             after_attention=changed(found.after_attention),
             before_feed_forward=changed(found.before_feed_forward),
             after_feed_forward=changed(found.after_feed_forward),
+            streams=found.streams and replace(found.streams, norm=own(found.streams.norm)),
         )
 
-    return replace(config.mapped(block), norm=changed(config.norm) or config.norm)
+    return replace(config.mapped(block), norm=own(config.norm))
 
 
 def _with_states(config: ModelConfig, header: Header, architecture: Architecture) -> ModelConfig:

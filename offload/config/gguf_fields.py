@@ -15,7 +15,8 @@ from offload.fields import MOST_SIZE, TEXT, Fields, whole
 # Keys that may change the arithmetic unless their value is 0, false or empty. An architecture may read some of them.
 _SUSPECT = re.compile(
     r"softcap|scale$|expert|clamp|sliding|sections|nextn|ssm|pooling|alibi|temperature|deepstack|leading_dense|"
-    r"recurrent|full_attention|parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
+    r"recurrent|full_attention|parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer|compress|"
+    r"(^|\.)ple\."
 )
 _MOST_FACTORS = 1 << 12
 _TOKENS = "tokenizer.ggml."

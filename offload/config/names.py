@@ -101,13 +101,15 @@ class IndexNames:
 class NextTokenNames:
     """The tensor names of a next-token head. layer: the prefix of those in its layer; the others are whole names, of
     the matrix that joins an embedding and a hidden row, of the norms that both have before it, and of the norm of the
-    output. experts: of its layer; None: as in the model's layers."""
+    output. last_streams: the prefix of the mean of the output's streams, which is in place of that norm. experts: of
+    its layer; None: as in the model's layers."""
 
     layer: str = "mtp.layers.0."
     join: str = "mtp.fc"
     embedding_norm: str = "mtp.pre_fc_norm_embedding"
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     norm: str = "mtp.norm"
+    last_streams: str = "mtp.hyper_connection_mixer."
     experts: ExpertNames | None = None
 
     @property

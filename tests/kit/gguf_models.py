@@ -22,6 +22,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig
 
+from kit import gguf_flash
 from kit.stored import made_up, places
 from offload.formats.encodings import ENCODINGS
 
@@ -42,13 +43,16 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "glm4_moe_lite": "deepseek2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "mistral4": "mistral4",
     "afmoe": "afmoe", "laguna": "laguna", "cohere2_moe": "cohere2moe",
     "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3",
+    gguf_flash.FAMILY: gguf_flash.ARCH,
 }  # fmt: skip
-LIKE = {"laguna": "exaone-moe", "cohere2moe": "exaone-moe", "bailingmoe3": "kimi-linear"}  # whose names the package has
+LIKE = {  # whose names the package has
+    "laguna": "exaone-moe", "cohere2moe": "exaone-moe", "bailingmoe3": "kimi-linear", gguf_flash.ARCH: "qwen35moe",
+}  # fmt: skip
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
 MAMBA = ("nemotron_h", "granitemoehybrid", "falcon_h1")
-STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
+STATEFUL = ("qwen35", "qwen35moe", "qwen3next", gguf_flash.ARCH)
 BY_CHANNEL = ("kimi-linear", "bailingmoe3")  # each channel of a state decays by itself
 LATENT = ("deepseek2", "mistral4", *BY_CHANNEL)
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
@@ -121,6 +125,8 @@ def write_gguf(
         stacks = of_granite(stacks, config)
     if arch == "qwen3next" and not joins_states:
         stacks = ungrouped(stacks, config)
+    if arch == gguf_flash.ARCH:
+        stacks = gguf_flash.rearranged(stacks, config)
     if fused or (fused is None and arch in ("gemma4", "mistral4")):
         stacks = joined(stacks)
     if arch in LATENT and not joins_latent:
@@ -130,6 +136,7 @@ def write_gguf(
             continue
         renamed = (
             of_head(name, config)
+            or gguf_flash.name_of(block_name(name, config))
             or in_layer(block_name(name, config))
             or names.get_name(block_name(name, config), (".weight", ".bias"))
             or UNLISTED.get(name, "")
@@ -505,10 +512,12 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
         writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
         if arch not in ("olmoe", "granitehybrid"):
             writer.add_expert_feed_forward_length(_first(config, "moe_intermediate_size", "intermediate_size"))
-    if arch in ("qwen35moe", "qwen3next", "qwen2moe"):
+    if arch in ("qwen35moe", "qwen3next", "qwen2moe", gguf_flash.ARCH):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if arch in ("glm4moe", "exaone-moe", "nemotron_h_moe", *LATENT):
         _sigmoid_experts(writer, config)
+    if arch == gguf_flash.ARCH:
+        gguf_flash.add_metadata(writer, config, num_blocks(config))
     if arch in OF_MIXTURES:
         OF_MIXTURES[arch](writer, config)
     if arch == "minimax-m2":

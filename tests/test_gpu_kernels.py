@@ -23,7 +23,7 @@ from kit.forked import pytest_in_a_fork  # noqa: E402
 from kit.processor import left_to_torch  # noqa: E402
 from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution  # noqa: E402
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.encodings import ENCODINGS  # noqa: E402
@@ -130,7 +130,7 @@ def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> N
 
 
 def test_a_gpu_leaves_no_operation_to_torch() -> None:
-    assert left_to_torch(GPU_KERNELS) == {"name"}
+    assert left_to_torch(GPU_KERNELS) == {"name", "choose"}
 
 
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
@@ -489,8 +489,14 @@ def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-@pytest.mark.parametrize("own", [ShortConvolution(2048), ShortConvolution(2048, 7, taps_bias=True)], ids=["3", "7"])
-def test_a_convolutions_sums_stay_in_registers(capability: int, dtype: str, own: ShortConvolution) -> None:
+@pytest.mark.parametrize(
+    "own",
+    [ShortConvolution(2048), ShortConvolution(2048, 7, taps_bias=True), DilatedConvolution(10240, 4, 3)],
+    ids=["3", "7", "dilated"],
+)
+def test_a_convolutions_sums_stay_in_registers(
+    capability: int, dtype: str, own: ShortConvolution | DilatedConvolution
+) -> None:
     pointers = dict.fromkeys(("held", "rows", "out"), f"*{dtype}") | dict.fromkeys(("taps", "bias"), "*fp32")
     pointers["there"] = "*i64"
     found = compiled(convolution.convolve, capability, pointers, convolution.constants(own), fuses=False)

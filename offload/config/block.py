@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from offload.config.mixers import Attention, Mamba2, Mixer, NoMixer, Recurrence
 from offload.config.networks import Experts, FeedForward
+from offload.config.ngrams import NGrams
 from offload.config.norm import Norm
 from offload.config.streams import Streams
 
@@ -60,7 +61,7 @@ class Block:
     x += after_input(out(activation(gate(x)) * input)) comes last, with the activation of the feed-forward network.
 
     streams: x is several residual streams. Mixer and network read a mean of them in place of norms of x, and their
-    outputs are added to each stream.
+    outputs are added to each stream. ngrams: the n-gram embedding that is added to them before the mixer.
     """
 
     mixer: Mixer = field(metadata={"digested_as": "attention"})
@@ -83,6 +84,7 @@ class Block:
     beside: Mamba2 | None = None
     factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
     streams: Streams | None = None
+    ngrams: NGrams | None = None
 
     @property
     def attention(self) -> Attention:

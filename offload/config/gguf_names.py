@@ -63,7 +63,7 @@ def _of_head(names: TensorNames) -> dict[str, str]:
         "nextn.hnorm": own.hidden_norm,
         "nextn.shared_head_norm": own.norm,
         "layer_output_norm": own.norm,  # so of Ling
-        **{f"nextn.hc_head_{part}": f"{own.last_streams}{name}" for part, name in _of_streams(names)},
+        **{f"nextn.hc_head_{part}": f"{own.streams}{name}" for part, name in _of_streams(names)},
     }
 
 

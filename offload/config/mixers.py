@@ -383,6 +383,51 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
+class DilatedConvolution:
+    """A causal convolution beside a layer's mixer, of rows as they are: silu(convolution(rows)). size: channels, each
+    of which has a convolution of its own. taps: of it, `dilation` tokens apart. All ranks have all channels."""
+
+    size: int
+    taps: int = 4
+    dilation: int = 1
+
+    @property
+    def width(self) -> int:
+        """The tokens from the first tap to the last."""
+        return (self.taps - 1) * self.dilation + 1
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a row, which the convolution runs over."""
+        return self.size
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the output."""
+        return self.size
+
+    @property
+    def row_parts(self) -> tuple[int, ...]:
+        """Sizes of the parts of a row."""
+        return (self.size,)
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token on which later rows depend: all of its row."""
+        return self.size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
+        return self.size, 0, 0
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of its fp32 tensor, by name."""
+        return {"taps": (self.taps, self.size)}
+
+
+@dataclass(frozen=True)
 class NoMixer:
     """The mixer of a layer that is a network alone."""
 
@@ -393,4 +438,5 @@ class NoMixer:
 
 
 Recurrence = DeltaRule | Mamba2 | ShortConvolution  # the mixers with a recurrent state
+Recurring = Recurrence | DilatedConvolution  # all that has something to hold of a sequence's tokens
 Mixer = Attention | Recurrence | NoMixer

@@ -226,6 +226,11 @@ class ModelConfig:
         """The layers with a recurrent state."""
         return tuple(at for at, block in enumerate(self.blocks) if block.recurs)
 
+    @cached_property
+    def with_ngrams(self) -> tuple[int, ...]:
+        """The layers with an n-gram embedding."""
+        return tuple(at for at, block in enumerate(self.blocks) if block.ngrams is not None)
+
     @property
     def recurrence(self) -> Recurrence | None:
         """The mixer of the layers with a state."""
@@ -403,13 +408,25 @@ class ModelConfig:
     @cached_property
     def of_last_mean(self) -> dict[str, Matrix]:
         """The matrices of the mean of the last streams, by name; empty without streams."""
-        if (streams := self.streams) is None or self.is_head:
+        if (streams := self.streams) is None:
             return {}
-        names, (down, up) = self.names, self.last_mean_encodings
+        names, (down, up) = self.names.streams, self.last_mean_encodings
         return {
-            f"{names.last_streams(names.streams.down)}.weight": Matrix(streams.rank, self.row_size, down),
-            f"{names.last_streams(names.streams.up)}.weight": Matrix(self.row_size, streams.rank, up),
+            f"{self.last_streams}{names.down}.weight": Matrix(streams.rank, self.row_size, down),
+            f"{self.last_streams}{names.up}.weight": Matrix(self.row_size, streams.rank, up),
         }
+
+    @property
+    def last_streams(self) -> str:
+        """The prefix of the tensor names of the mean of the last streams."""
+        return self.names.next_token.streams if self.is_head else self.names.body + self.names.streams.last
+
+    @property
+    def last_norm(self) -> tuple[str, int]:
+        """The name of the last norm, and the numbers of its weight."""
+        if self.streams is not None:
+            return self.last_streams + self.names.streams.norm, self.row_size
+        return self.names.next_token.norm if self.is_head else self.names.norm, self.hidden_size
 
     def layer_table_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the layer table, which is read by rows from its file; 0 without one."""

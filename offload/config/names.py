@@ -87,6 +87,20 @@ class StreamNames:
 
 
 @dataclass(frozen=True)
+class NGramNames:
+    """The tensor names of an n-gram embedding within a layer. table: of the table, or of its parts, "{}" for the number
+    of a part."""
+
+    table: str = "ple.ple_embedding.ngram_embedding.shard_{}"
+    keys: str = "ple.key_proj"
+    values: str = "ple.value_proj"
+    key_norm: str = "ple.norm_key"
+    query_norm: str = "ple.norm_query"
+    norm: str = "ple.norm_conv"
+    taps: str = "ple.conv1d"
+
+
+@dataclass(frozen=True)
 class IndexNames:
     """The tensor names of an indexer within a layer. queries, key: of its projections; if they are one tensor, it has
     the queries before the key. q_norm, k_norm: of both norms."""
@@ -101,16 +115,22 @@ class IndexNames:
 class NextTokenNames:
     """The tensor names of a next-token head. layer: the prefix of those in its layer; the others are whole names, of
     the matrix that joins an embedding and a hidden row, of the norms that both have before it, and of the norm of the
-    output. last_streams: the prefix of the mean of the output's streams, which is in place of that norm. experts: of
-    its layer; None: as in the model's layers."""
+    output. join_hidden: of a matrix of hidden rows of its own; the other one is of embeddings alone then. streams: the
+    prefix of the mean of streams, in place of that norm. experts: of its layer; None: as in the model's layers."""
 
     layer: str = "mtp.layers.0."
     join: str = "mtp.fc"
     embedding_norm: str = "mtp.pre_fc_norm_embedding"
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     norm: str = "mtp.norm"
-    last_streams: str = "mtp.hyper_connection_mixer."
     experts: ExpertNames | None = None
+    join_hidden: str = ""
+    streams: str = "mtp.hyper_connection_mixer."
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """The names of the matrices that join both, of the embedding's columns first."""
+        return (self.join, self.join_hidden) if self.join_hidden else (self.join,)
 
     @property
     def norms(self) -> tuple[str, str, str]:
@@ -162,6 +182,7 @@ class TensorNames:
     next_token: NextTokenNames = NextTokenNames()
     streams: StreamNames = StreamNames()
     index: IndexNames = IndexNames()
+    ngrams: NGramNames = NGramNames()
     unused: tuple[str, ...] = ()
 
     @property
@@ -222,7 +243,3 @@ class TensorNames:
     @property
     def norm(self) -> str:
         return f"{self.body}{self.final_norm}"
-
-    def last_streams(self, name: str) -> str:
-        """The whole name of a tensor of the mean of the last streams. name: as in `StreamNames`."""
-        return f"{self.body}{self.streams.last}{name}"

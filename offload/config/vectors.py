@@ -7,6 +7,7 @@ from offload.config.mixers import Attention
 from offload.config.norm import Norm
 
 STREAM_NORMS = ("mixer_streams", "network_streams")
+NGRAM_NORMS, NGRAM_TAPS = ("ngram_key_norm", "ngram_query_norm", "ngram_norm"), "ngram_taps"
 INDEX_NORMS = ("index_q_norm", "index_k_norm")
 
 
@@ -20,6 +21,7 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
         sizes["out_norm"] = block.recurrence.norm_size, block.recurrence.norm
     if (streams := block.streams) is not None:
         sizes |= dict.fromkeys(STREAM_NORMS, (streams.count * hidden_size, streams.norm))
+    sizes |= block.ngrams.norms if block.ngrams is not None else {}
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():
         if norm is not None:
@@ -50,8 +52,11 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
 
 def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
-    has some; of a recurrence its vectors; of a mixture of experts its router's."""
+    has some; of a recurrence its vectors; of a mixture of experts its router's; of n-grams the
+    taps of their convolution."""
     router = router_vectors(block, hidden_size)
+    if block.ngrams is not None:
+        router |= {NGRAM_TAPS: block.ngrams.convolution.vectors["taps"]}
     if block.recurs:
         return block.recurrence.vectors | router
     has_sinks = block.attends and block.attention.sink_logits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.config.mixers import DeltaRule, HeadStates
-from offload.kernels.functions import grown, sigmoid, silu, softplus
+from offload.kernels.exponentials import grown, sigmoid, silu, softplus
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 
 Advance = Callable[[Tensor, Tensor], Iterator[Tensor]]  # a state past inputs, in place: each token's output

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from offload.config.networks import Experts, FeedForward
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import activated, gated
-from offload.kernels.functions import sigmoid
+from offload.kernels.exponentials import sigmoid
 from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
@@ -194,7 +194,7 @@ def chosen(
 
 
 def _capped(scores: Tensor, cap: float) -> Tensor:
-    """c tanh(score / c), by `functions.sigmoid`."""
+    """c tanh(score / c), by `exponentials.sigmoid`."""
     return (2 * sigmoid(2 * scores / cap) - 1) * cap
 
 

@@ -38,12 +38,6 @@ def normed_heads(x: Tensor, norm: NormWeights | None, size: int) -> Tensor:
     return plain(x.float().unflatten(1, (-1, size))).flatten(1).mul_(norm.weight).to(x.dtype)
 
 
-def normed_streams(x: Tensor, norm: NormWeights, count: int) -> Tensor:
-    """x [T, count * size] -> x, each of `count` rows side by side normed by itself, with its own part of the weight."""
-    rows = x.to(norm.weight.dtype).unflatten(1, (count, -1))
-    return rms_norm(rows, rows.shape[2:], eps=norm.norm.eps).flatten(1).mul_(norm.weight).to(x.dtype)
-
-
 def norm_over(x: Tensor, norm: NormWeights, squares: Tensor, count: int) -> Tensor:
     """RMS norm of the part x [T, n] of rows with `count` numbers. squares: [T, 1] fp32, the rows' sums of squares."""
     rows = x.float() * (squares / count + norm.norm.eps).rsqrt()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.attention import Part
-from offload.kernels.runs import Rows, Run
+from offload.kernels.runs import Chosen, Rows, Run
 from offload.native import interface
 from offload.native.interface import DTYPES, Library
 
@@ -108,6 +108,27 @@ class SpanAttention:
         )
         self._slot += -(-run.tokens // self.span)
 
+    def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
+        """Memory besides the scratch: the keys and values of a span for each thread."""
+        a, first, threads = self._attention, runs[0].pages, torch.get_num_threads()
+        _, num_pages, _, page, dim = first.shape
+        blocks, tokens = chosen.blocks, chosen.tokens
+        assert page % self.span == self.span % chosen.size == 0
+        assert not a.chunks, "no masses of chosen blocks are kept"
+        assert blocks.is_contiguous()
+        assert blocks.dtype == tokens.dtype == torch.int32
+        assert all(run.held.stride(-3) == first.stride(2) for run in runs)
+        keys, values = (_array(each) for each in zip(*(_halves(run.held) for run in runs), strict=True))
+        lists = interface.Chosen(
+            blocks.data_ptr(), tokens.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values), blocks.shape[1],
+            chosen.size, first.stride(2), first.stride(1), page, num_pages * page, self.span,
+        )  # fmt: skip
+        room = self._library.chosen_room(self._code, dim * (1 + a.joined), a.group, self.span, a.joined)
+        self._scratch = _at_least(self._scratch, threads * room)
+        self._library.attend_chosen(
+            self._code, ctypes.byref(a), ctypes.byref(lists), self._scratch.data_ptr(), room, threads
+        )
+
     def merge(self) -> tuple[Tensor, Tensor | None]:
         a = self._attention
         return self._merged(torch.empty(a.rows, a.out_stride, dtype=self._dtype), a.kv_heads)
@@ -137,14 +158,14 @@ class SpanAttention:
         if run is self._run:
             return
         self._run, held, r = run, run.held, self._runs[0]
-        keys, r.tokens, r.span, r.slot, r.coded = held.data_ptr(), run.tokens, self.span, self._slot, run.coded
+        r.tokens, r.span, r.slot, r.coded = run.tokens, self.span, self._slot, run.coded
         if run.coded:
-            r.keys, r.head_stride = keys, held.stride(0)
+            r.keys, r.head_stride = held.data_ptr(), held.stride(0)
             r.query = r.windowed = r.first = 0
             return
         page, whole = held.shape[-2], held.dim() == 5
         num_pages, page_stride = (held.shape[1], held.stride(1)) if whole else (1, 0)
-        r.keys, r.values = keys, keys + held.stride(0) * held.itemsize
+        r.keys, r.values = _halves(held)
         r.head_stride, r.page_stride, r.page, r.room = held.stride(-3), page_stride, page, num_pages * page
         r.first, r.query, r.windowed = run.first, run.query, run.windowed
 
@@ -152,6 +173,16 @@ class SpanAttention:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
         parts = self._chunk // self._part
         return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)
+
+
+def _halves(held: Tensor) -> tuple[int, int]:
+    """The addresses of a run's keys and values."""
+    keys = held.data_ptr()
+    return keys, keys + held.stride(0) * held.itemsize
+
+
+def _array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _at_least(scratch: Tensor, num_floats: int) -> Tensor:

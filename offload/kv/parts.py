@@ -35,6 +35,11 @@ class Split:
         """The index of a rank's numbers in the whole tensor."""
         return (*[slice(None)] * self.axis, self.indices[rank])
 
+    @classmethod
+    def of_all(cls, axis: int, size: int, num_ranks: int) -> Split:
+        """The split of a tensor of which every rank has all."""
+        return cls(axis, size, [slice(0, size)] * num_ranks)
+
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole tensor. shape: of a rank's."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
@@ -48,7 +53,7 @@ class Part(ABC):
     cannot go back to every length. num_computed: last tokens of a prompt that are computed even if units are stored.
     """
 
-    name: ClassVar[str]  # also in names of files and in messages between ranks
+    name: str  # also in names of files and in messages between ranks
     what: ClassVar[str]
     in_place: ClassVar[bool] = False
     at_places: ClassVar[bool] = False

@@ -30,6 +30,7 @@ from offload.model.heads import norms_over_ranks
 from offload.model.layer import MixRows
 from offload.model.layer_inputs import LayerInputs
 from offload.model.native_layers import NativeLayers
+from offload.model.ngrams import NGramInputs
 from offload.model.streams import mean_of
 from offload.model.sums import OneRank, Sums, dues_of
 from offload.model.torch_layers import TorchLayers
@@ -76,6 +77,7 @@ class Decoder:
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
         self._inputs = None if weights.inputs is None else LayerInputs(config, weights.inputs)
+        self._ngrams = NGramInputs(weights.ngrams) if weights.ngrams else None
 
     def over(self, weights: Weights) -> Decoder:
         """A decoder of the same model with other weights."""
@@ -85,7 +87,7 @@ class Decoder:
         """A decoder with the final norm and the head alone, for `logits`. On rank 0, which has the head."""
         nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
         weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0))
-        weights = replace(weights, scoring=(), experts=(), inputs=None)
+        weights = replace(weights, scoring=(), experts=(), inputs=None, ngrams={})
         return Decoder(self.config, weights, None, self._kernels)
 
     @property
@@ -121,10 +123,14 @@ class Decoder:
         """Whether any number of rows up to FEW_ROWS runs without padding to blocks."""
         return self._native is not None
 
-    def table_rows(self, tokens: Sequence[Tensor]) -> Tensor | None:
-        """The rows of the layer table for each segment's tokens, int64 [n] -> [T, numbers] on the device; None without
-        one. No part of a graph: the host reads them."""
-        return None if self._inputs is None else self._inputs.weights.rows(torch.cat(list(tokens)).clamp(min=0))
+    def table_rows(self, segments: Sequence[Segment]) -> Tensor | None:
+        """The rows of the layer table, or of tables of n-grams side by side, for the segments' tokens, [T, numbers] on
+        the device; None without one. No part of a graph: the host reads them."""
+        tokens = [each.tokens.clamp(min=0) for each in segments]
+        if self._ngrams is not None:
+            ids = [_mixing(each.cache).with_earlier(own) for each, own in zip(segments, tokens, strict=True)]
+            return self._ngrams.of_pass(ids)
+        return None if self._inputs is None else self._inputs.weights.rows(torch.cat(tokens))
 
     def forward(
         self, segments: Sequence[Segment], *, block: int | None = None, table_rows: Tensor | None = None
@@ -146,9 +152,11 @@ class Decoder:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks, real=real)
             multiply = partial(self._operators.multiply, blocks=blocks)
+        found = self.table_rows(segments) if table_rows is None else table_rows
         given: Sequence[Tensor | None] = [None] * self.config.num_layers
-        if self._inputs is not None:
-            found = self.table_rows([tokens]) if table_rows is None else table_rows
+        if self._ngrams is not None:
+            given = self._ngrams.by_layer(cast(Tensor, found), self.config.num_layers)
+        elif self._inputs is not None:
             given = self._inputs.of_all(cast(Tensor, found), x, multiply).unbind()
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, range(self.config.num_layers)):
@@ -200,13 +208,19 @@ class Decoder:
             cache.begin("prefill", len(tokens))
             on_host = torch.tensor(tokens, dtype=torch.long)
             ids = on_host.to(self.device)
+            earlier = None if self._ngrams is None else _mixing(cache).with_earlier(on_host)
             rows.begin(len(tokens))
             for layer, weights in enumerate(islice(self.weights.layers, num_layers)):
+                of_ngrams = None
+                if self._ngrams is not None and earlier is not None and layer in self._ngrams:
+                    of_ngrams = self._ngrams.of_prefill(layer, earlier, rows.block)
                 for start, x in rows.groups(layer):
                     if layer == 0:
                         for part, own in zip(x.split(rows.block), ids[start:].split(rows.block), strict=False):
                             self._embedded(own, part)
                     given, done = partial(self._given, layer, on_host[start:]), 0
+                    if of_ngrams is not None:
+                        given = partial(_of_block, of_ngrams, start)
                     for count in self._prefill.run_blocks(layer, weights, x, _mixing(cache), rows.block, given):
                         if on_hidden is not None and layer == num_layers - 1 and count > done:
                             on_hidden(start + done, x[done:count])
@@ -306,6 +320,11 @@ class Decoder:
         return self._sums.due(dues, x)
 
 
+def _of_block(given: Callable[[int, int], Tensor], start: int, first: int, x: Tensor) -> Tensor:
+    """The input of a layer for a prefill's block x, from row `first` of those after row `start` on."""
+    return given(start + first, len(x))
+
+
 def _mixing(cache: Cache) -> MixRows:
     """A cache as layers see it. For a model with states it is one that has them (worker/worker.py)."""
     return cast(MixRows, cache)
@@ -333,6 +352,13 @@ class _Caches:
     def _split(self, rows: Tensor | None) -> Sequence[Any]:
         """Each sequence's rows; None for each where there are none."""
         return [None] * len(self._counts) if rows is None else rows.split(self._counts)
+
+    def with_earlier(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("each sequence has ids of its own before its tokens")
+
+    def convolve(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
+        own = zip(self._caches, rows.split(self._counts), strict=True)
+        return torch.cat([_mixing(each).convolve(layer, some, weights) for each, some in own])
 
     def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         own = zip(self._caches, rows.split(self._counts), strict=True)

@@ -16,13 +16,14 @@ from torch import Tensor
 from offload.config.block import Block
 from offload.config.mixers import Attention, Recurrence
 from offload.config.networks import Activation, Experts
+from offload.config.ngrams import NGrams
 from offload.kernels.experts import Mixture
 from offload.kernels.norms import NormWeights
 from offload.kernels.pooled import IndexRows
 from offload.kernels.products import Ending
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.model.sums import Sums
-from offload.weights.layout import LayerWeights
+from offload.weights.layout import LayerWeights, NGramWeights
 from offload.weights.linear import Linear
 from offload.weights.streams import StreamWeights
 
@@ -47,6 +48,14 @@ class MixRows(Protocol):
 
     def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
         """As `attend`, in a layer with an indexer: rows attend to what it chooses."""
+        ...
+
+    def with_earlier(self, ids: Tensor) -> Tensor:
+        """The ids of a forward's tokens, int64 [T] -> [context + T] on the host, after those before them."""
+        ...
+
+    def convolve(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
+        """Normed gated values of a layer with n-grams, [T, channels] -> their convolution, [T, channels]."""
         ...
 
     def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
@@ -148,6 +157,17 @@ class Inject:
 
 
 @dataclass(frozen=True)
+class AddNGrams:
+    """The n-gram embedding of a layer: x += gated values + their convolution. The layer's input is its table's rows,
+    [T, width]."""
+
+    ngrams: NGrams
+    weights: NGramWeights
+    keys: Linear
+    values: Linear
+
+
+@dataclass(frozen=True)
 class Gate:
     """The layer's input, see `LayerTable`: gated *= it."""
 
@@ -159,7 +179,7 @@ class Scale:
     factor: Tensor
 
 
-LayerStep = Product | Attend | Recur | Mix | Join | Add | Mean | Inject | Gate | Scale
+LayerStep = Product | Attend | Recur | Mix | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
 
 
 def reads(step: LayerStep) -> frozenset[Operand]:
@@ -212,7 +232,23 @@ def steps_of(block: Block, weights: LayerWeights, *, alone: bool) -> list[LayerS
         activation = block.feed_forward.activation
         steps.append(Product("x", weights.input_gate, "gated", ending="activate", activation=activation))
         steps += [Gate(), Product("gated", weights.input_out, "part"), Add(weights.after_input, 1.0, is_whole=True)]
+    steps = [*_ngrams(block, weights), *steps]
     return steps if weights.factor is None else [*steps, Scale(weights.factor)]
+
+
+def takes_input(step: LayerStep) -> bool:
+    """Whether a step takes the layer's input."""
+    return isinstance(step, Gate | AddNGrams)
+
+
+def _ngrams(block: Block, weights: LayerWeights) -> list[LayerStep]:
+    if block.ngrams is None:
+        return []
+    keys, values, own = weights.ngram_keys, weights.ngram_values, weights.ngrams
+    assert keys is not None
+    assert values is not None
+    assert own is not None
+    return [AddNGrams(block.ngrams, own, keys, values)]
 
 
 def _mean(block: Block, norm: NormWeights | None, low: Linear | None, up: Linear | None) -> list[LayerStep]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norm
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import (
     Add,
+    AddNGrams,
     Attend,
     Gate,
     Inject,
@@ -33,6 +35,7 @@ from offload.model.layer import (
     steps_of,
 )
 from offload.model.native_room import Room, product_steps, rooms
+from offload.model.ngrams import add_ngrams
 from offload.model.streams import inject, mean_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
@@ -47,7 +50,7 @@ class _OpenHeads:
     attention: Attention
 
 
-_Step = Steps | Attend | _OpenHeads | Recur | Mix | Join | Add | Mean | Inject | Gate | Scale
+_Step = Steps | Attend | _OpenHeads | Recur | Mix | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
 _Prepared = Sequence[_Step]
 
 
@@ -124,6 +127,10 @@ class NativeLayers:
                     part = self._operands[step.part][:num_rows]
                     part = part if step.is_whole else self._sums.total(part)
                     inject(x, part, self._operands["factors"][:num_rows])
+                case AddNGrams():
+                    assert given is not None
+                    convolve = partial(caches.convolve, layer, weights=step.weights.convolution)
+                    add_ngrams(x, step, given, self.multiply, convolve)
                 case Gate():
                     assert given is not None
                     self._operands["gated"][:num_rows] *= given

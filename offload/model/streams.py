@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offload.kernels.functions import sigmoid, silu
+from offload.kernels.exponentials import sigmoid, silu
 from offload.weights.linear import Linear
 from offload.weights.streams import StreamWeights
 

@@ -21,6 +21,7 @@ from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norm
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import (
     Add,
+    AddNGrams,
     Attend,
     Gate,
     Inject,
@@ -34,7 +35,9 @@ from offload.model.layer import (
     Recur,
     reads,
     steps_of,
+    takes_input,
 )
+from offload.model.ngrams import add_ngrams
 from offload.model.streams import inject, mean_of
 from offload.model.sums import Due, OneRank, Sums, dues_of
 from offload.speed.routing import wants_nearly_all
@@ -144,7 +147,7 @@ class TorchLayers:
         caches: MixRows,
         given: Callable[[int, Tensor], Tensor | None],
     ) -> None:
-        found = given(block.first, block.x) if any(isinstance(step, Gate) for step in steps) else None
+        found = given(block.first, block.x) if any(map(takes_input, steps)) else None
         for step in steps:
             self._run(layer, step, block.operands, caches, given=found)
 
@@ -193,6 +196,10 @@ class TorchLayers:
             case Inject():
                 part = operands[step.part]
                 inject(x, part if step.is_whole else self._sums.total(part), operands["factors"])
+            case AddNGrams():
+                assert given is not None
+                convolve = partial(caches.convolve, layer, weights=step.weights.convolution)
+                add_ngrams(x, step, given, partial(_multiplied, blocks), convolve)
             case Gate():
                 assert given is not None
                 operands["gated"] = operands["gated"] * given

@@ -101,6 +101,25 @@ class Attention(ctypes.Structure):
     ]
 
 
+class Chosen(ctypes.Structure):
+    """Lists of blocks to attend to, and the tiles that they are in, see chosen.h."""
+
+    _fields_ = [
+        *_pointers("blocks", "tokens", "keys", "values"),
+        *_integers("most", "size", "head_stride", "page_stride", "page", "tile", "span"),
+    ]
+
+
+class Choosing(ctypes.Structure):
+    """A choice of blocks, see choosing.h."""
+
+    _fields_ = [
+        ("scored", Product),
+        *_pointers("scores", "visible", "chosen"),
+        *_integers("rows", "heads", "most"),
+    ]
+
+
 class Rotation(ctypes.Structure):
     """New rows to rotate and to append to a cache, see rotation.h."""
 
@@ -142,11 +161,11 @@ class Delta(ctypes.Structure):
 
 
 class Convolution(ctypes.Structure):
-    """A short convolution over new rows, see convolution.h."""
+    """A short convolution over new rows, gated or dilated, see convolution.h."""
 
     _fields_ = [
         *_pointers("held", "rows", "out", "taps", "bias"),
-        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width"),
+        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width", "dilation"),
     ]
 
 
@@ -171,6 +190,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_double]),
     "scratch_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
+    "chosen_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
+    "attend_chosen": (None, [c_int64, POINTER(Attention), POINTER(Chosen), c_void_p, c_int64, c_int64]),
+    "choose": (None, [c_int64, POINTER(Choosing), c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),
     "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),

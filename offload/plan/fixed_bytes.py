@@ -68,7 +68,7 @@ def _draft_bytes(sizing: Sizing, draft: ModelConfig, composition: Composition) -
         return {"draft layers": layers, "draft embeddings": rest, "hidden rows of drafts": hidden}
     if draft.is_head:
         rows = _draft_tokens(sizing, composition) + 2 * composition.gamma
-        hidden = rows * draft.hidden_size * sizing.itemsize
+        hidden = rows * draft.row_size * sizing.itemsize
         return {"draft layers": layers + rest, "hidden rows of drafts": hidden}
     experts = draft.all_layers(lambda layer: layer.experts_bytes(sizing.itemsize))
     return {"draft layers": layers, "draft experts": experts, "draft embeddings": rest}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
+from offload.config.vectors import NGRAM_TAPS
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -51,7 +52,7 @@ def load_layer(
         parts = pending[operator] if is_matrix else sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0].columns)))
-        elif name == "taps":
+        elif name in ("taps", NGRAM_TAPS):
             target = target.T
         while parts and row < len(target):
             source = parts.pop(0)
@@ -190,19 +191,18 @@ class _Loader:
 
     def last_mean(self) -> StreamWeights:
         """The mean of the streams of the last hidden rows."""
-        streams, names = self._config.streams, self._config.names
-        assert streams is not None
+        assert self._config.streams is not None
         down, up = (Linear(self.table(*each), None) for each in self._config.of_last_mean.items())
-        norm = self.norm(names.last_streams(names.streams.norm), self._config.row_size)
-        return StreamWeights(streams, norm, down, up)
+        return StreamWeights(self._config.streams, self.norm(), down, up)
 
     def last(self) -> NormWeights | StreamWeights:
         """What the last hidden rows go through before the head."""
-        return self.norm(self._config.names.norm) if self._config.streams is None else self.last_mean()
+        return self.norm() if self._config.streams is None else self.last_mean()
 
-    def norm(self, name: str, size: int = 0) -> NormWeights:
-        """The norm of the last hidden rows. size: of its weight, by default theirs."""
-        norm, row = self._config.norm, (size or self._config.hidden_size,)
+    def norm(self) -> NormWeights:
+        """The norm of the last hidden rows."""
+        norm, (name, size) = self._config.norm, self._config.last_norm
+        row = (size,)
         kind = dtype_of(norm, self._dtype)
         weight = self.tensor(f"{name}.weight", row, kind=kind)
         if norm.plus_one:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload.config.streams import Streams
-from offload.kernels.norms import NormWeights, normed_streams
+from offload.kernels.norms import NormWeights, normed_heads
 from offload.weights.linear import Linear
 
 
@@ -23,4 +23,4 @@ class StreamWeights:
 
     def normed(self, x: Tensor) -> Tensor:
         """x [T, count * hidden] -> x, each stream normed by itself."""
-        return normed_streams(x, self.norm, self.streams.count)
+        return normed_heads(x, self.norm, x.shape[1] // self.streams.count)

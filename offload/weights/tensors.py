@@ -14,6 +14,7 @@ from offload.config.matrices import (
     BY_HEAD,
     LOW_RANK,
     OF_INPUT,
+    OF_NGRAMS,
     STREAMS,
     expert_matrices,
     expert_vectors,
@@ -24,7 +25,7 @@ from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
-from offload.config.vectors import INDEX_NORMS, STREAM_NORMS, layer_norms
+from offload.config.vectors import INDEX_NORMS, NGRAM_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 
@@ -75,6 +76,8 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [_on_every_rank(whole, operator)]
     if operator in STREAMS:
         return _of_streams(whole, operator)
+    if operator in (*OF_NGRAMS, NGRAM_TAPS, *NGRAM_NORMS):
+        return [_of_ngrams(whole, operator)]
     if operator in ("q_b", *BY_HEAD):
         return _of_latent(whole, shard, operator)
     if operator in LOW_RANK:
@@ -125,6 +128,16 @@ def _of_streams(whole: ModelConfig, operator: str) -> list[Source]:
         return [Source(f"{prefix}{names.up}.weight", width, range(streams.rank))]
     of_low = zip((names.down, names.inject), streams.low_parts, strict=True)
     return [Source(f"{prefix}{name}.weight", range(size), width) for name, size in of_low]
+
+
+def _of_ngrams(whole: ModelConfig, view: str) -> Source:
+    """The source of a tensor of an n-gram embedding, which each rank has whole; of its taps each row is a channel's."""
+    own, name = whole.block.ngrams, f"{getattr(whole.names.ngrams, view.removeprefix('ngram_'))}.weight"
+    assert own is not None
+    if view in OF_NGRAMS:
+        outputs, inputs, _ = own.products[view]
+        return Source(name, range(outputs), range(inputs))
+    return Source(name, range(own.channels), range(own.taps) if view == NGRAM_TAPS else None)
 
 
 def _prefix(whole: ModelConfig, operator: str) -> str:
@@ -359,16 +372,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {}
     for index, block in enumerate(config.blocks):
         tensors |= {config.layer_name(index) + name: shape for name, shape in layers[block].items()}
+    last, size = config.last_norm
+    tensors |= {f"{last}.weight": (size,)}
+    tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_last_mean.items()}
     if config.is_head:
         own, join = names.next_token, join_of(config)
-        norms = {f"{norm}.weight": row for norm in own.norms}
-        return tensors | norms | {f"{own.join}.weight": (join.outputs, join.inputs)}
-    last, size = names.norm, config.row_size
-    if config.streams is not None:
-        last = names.last_streams(names.streams.norm)
-    tensors |= {names.embeddings: table, f"{last}.weight": (size,)}
-    tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_last_mean.items()}
-    tensors |= {f"{names.norm}.bias": row} if config.norm.bias else {}
+        tensors |= {f"{own.embedding_norm}.weight": row, f"{own.hidden_norm}.weight": (config.row_size,)}
+        return tensors | {f"{name}.weight": (join.outputs, join.inputs // len(own.joins)) for name in own.joins}
+    tensors |= {names.embeddings: table}
+    tensors |= {f"{last}.bias": row} if config.norm.bias else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_layer_table.items()}
     beside = config.assistant.matrices(config.hidden_size) if config.assistant else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in beside.items()}

@@ -116,7 +116,7 @@ def last_hidden(plan: Plan, draft: Decoder | None, memory: Memory) -> LastHidden
     assistant = draft.config.assistant
     return LastHidden(
         memory,
-        hidden_size=assistant.target_size if assistant else draft.config.hidden_size,
+        hidden_size=assistant.target_size if assistant else draft.config.row_size,
         dtype=DTYPES[plan.request.dtype],
         sinks=0 if assistant else composition.sinks,
         window=1 if assistant else composition.window,

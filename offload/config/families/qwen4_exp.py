@@ -15,6 +15,7 @@ from offload.config.families.states import STATEFUL, layer_kinds
 from offload.config.families.windows import FULL, INDEXED
 from offload.config.mixers import DeltaRule, Indexer, RecurrenceGate
 from offload.config.model import ModelConfig
+from offload.config.names import NextTokenNames
 from offload.config.rope import SECTION_KEYS, RopeDefaults
 from offload.config.streams import Streams
 from offload.fields import Fields
@@ -45,7 +46,14 @@ def describe(source: Fields) -> ModelConfig:
             mixer = replace(block.attention, indexer=indexer)
         return replace(block, mixer=mixer, streams=streams, before_attention=None, before_feed_forward=None)
 
-    return with_next_token(source, config.mapped(change))
+    config = with_next_token(source, config.mapped(change))
+    names = replace(config.names, next_token=NextTokenNames(join="mtp.fc_embedding", join_hidden="mtp.fc_hidden"))
+    return replace(config, names=names, next_token=config.next_token and _without_index(config.next_token))
+
+
+def _without_index(block: Block) -> Block:
+    """The layer of the next-token head: it attends within a window, where an index would choose everything."""
+    return replace(block, mixer=replace(block.attention, indexer=None))
 
 
 def _unnamed(source: Fields, layer: int) -> str:

@@ -21,7 +21,7 @@ from offload.kernels.attention import Part
 from offload.kernels.gpu import kv_programs, programs
 from offload.kernels.gpu.rotation import rotated
 from offload.kernels.gpu.tiling import ROWS, STAGES, UNROLL, Tiling
-from offload.kernels.runs import Rows, Run
+from offload.kernels.runs import Chosen, Rows, Run
 from offload.native.launch import launch
 
 _COLUMNS = 256  # columns of masses that a program joins
@@ -163,6 +163,9 @@ class GpuAttention:
             "SPAN": self.span, "GROUP": self._group, "DIM": tiling.head_dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS,
             "num_warps": tiling.warps, "num_stages": STAGES,
         }  # fmt: skip
+
+    def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
+        raise NotImplementedError("a GPU has no program for chosen blocks yet")
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """See `RunAttention`. Masses are in `mass_dtype`."""

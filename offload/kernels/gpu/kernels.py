@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
@@ -73,7 +73,8 @@ GPU_KERNELS = DeviceKernels(
     recurrences={
         DeltaRule: delta.run_states,
         Mamba2: delta.run_states,
-        ShortConvolution: convolution.short_convolution,
+        ShortConvolution: convolution.convolution,
+        DilatedConvolution: convolution.convolution,
     },
     experts=experts.run_experts,
     prefill_experts=partial(experts.run_experts, in_prefill=True),

@@ -28,6 +28,7 @@ from offload.config.matrices import (
 from offload.config.mixers import Attention, Indexer, Recurrence
 from offload.config.names import TensorNames
 from offload.config.networks import Experts, FeedForward
+from offload.config.ngrams import NGrams
 from offload.config.norm import Norm
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
@@ -230,6 +231,21 @@ class ModelConfig:
     def with_ngrams(self) -> tuple[int, ...]:
         """The layers with an n-gram embedding."""
         return tuple(at for at, block in enumerate(self.blocks) if block.ngrams is not None)
+
+    def ngrams(self, layer: int) -> NGrams:
+        """The n-gram embedding of a layer that has one."""
+        found = self.blocks[layer].ngrams
+        assert found is not None
+        return found
+
+    def ngram_tables(self) -> list[Matrix]:
+        """The tables of n-grams of all layers that have one."""
+        return [Matrix(*self.ngrams(layer).table) for layer in self.with_ngrams]
+
+    def ngram_parts(self, layer: int) -> list[str]:
+        """The names of the parts of the layer's table of n-grams."""
+        parts = range(len(self.ngrams(layer).part_shapes))
+        return [f"{self.layer_name(layer)}{self.names.ngrams.table.format(part)}.weight" for part in parts]
 
     @property
     def recurrence(self) -> Recurrence | None:

@@ -89,7 +89,7 @@ class StreamNames:
 @dataclass(frozen=True)
 class NGramNames:
     """The tensor names of an n-gram embedding within a layer. table: of the table, or of its parts, "{}" for the number
-    of a part."""
+    of a part. hashes: of the integers that hash, in the order of `NGrams.hashes`."""
 
     table: str = "ple.ple_embedding.ngram_embedding.shard_{}"
     keys: str = "ple.key_proj"
@@ -98,6 +98,10 @@ class NGramNames:
     query_norm: str = "ple.norm_query"
     norm: str = "ple.norm_conv"
     taps: str = "ple.conv1d"
+    hashes: tuple[str, ...] = (
+        "ple.ple_embedding.layer_multipliers", "ple.ple_embedding.ngram_heads_vocab_sizes",
+        "ple.ple_embedding.ngram_heads_offsets",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

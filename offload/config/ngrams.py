@@ -29,7 +29,7 @@ class NGrams:
     The layer's rows are `streams` streams of `hidden_size` numbers. The embedding's product with a key for each stream
     gates its value, and a convolution over the normed gated values is added to them. norm: of the keys, of the streams
     and of the gated values, each stream by itself. taps, dilation: of the convolution. num_rows: of the table, with
-    padding. table_encoding, key_encoding, value_encoding: see `Encodings`.
+    padding; parts: that it has in a folder. table_encoding, key_encoding, value_encoding: see `Encodings`.
     """
 
     size: int
@@ -44,6 +44,7 @@ class NGrams:
     taps: int = 4
     dilation: int = 3
     norm: Norm = field(default_factory=lambda: Norm(plus_one=True, fp32=True))
+    parts: int = 1
     table_encoding: str = ""
     key_encoding: str = ""
     value_encoding: str = ""
@@ -69,6 +70,11 @@ class NGrams:
         return tuple(accumulate(self.head_sizes[:-1], initial=0))
 
     @property
+    def hashes(self) -> tuple[tuple[int, ...], ...]:
+        """The integers that hash: multipliers, sizes of heads, and their offsets."""
+        return self.multipliers, self.head_sizes, self.offsets
+
+    @property
     def channels(self) -> int:
         """Numbers of all streams of a token."""
         return self.streams * self.hidden_size
@@ -82,6 +88,12 @@ class NGrams:
     def table(self) -> tuple[int, int, str]:
         """The (rows, numbers of a row, encoding) of the table."""
         return self.num_rows, self.row_size, self.table_encoding
+
+    @property
+    def part_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of the table's parts."""
+        each = -(-self.num_rows // self.parts)
+        return tuple((min(each, self.num_rows - first), self.row_size) for first in range(0, self.num_rows, each))
 
     @property
     def products(self) -> Mapping[str, tuple[int, int, str]]:

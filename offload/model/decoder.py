@@ -6,7 +6,7 @@ operators on rows run over all of them together, attention runs sequence by sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,7 +77,7 @@ class Decoder:
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
         self._inputs = None if weights.inputs is None else LayerInputs(config, weights.inputs)
-        self._ngrams = NGramInputs(weights.ngrams) if weights.ngrams else None
+        self._ngrams = NGramInputs(config, weights.ngrams) if weights.ngrams else None
 
     def over(self, weights: Weights) -> Decoder:
         """A decoder of the same model with other weights."""
@@ -124,13 +124,38 @@ class Decoder:
         return self._native is not None
 
     def table_rows(self, segments: Sequence[Segment]) -> Tensor | None:
-        """The rows of the layer table, or of tables of n-grams side by side, for the segments' tokens, [T, numbers] on
-        the device; None without one. No part of a graph: the host reads them."""
-        tokens = [each.tokens.clamp(min=0) for each in segments]
+        """The rows of the layer table for the segments' tokens, or n-grams' embeddings of layers side by side, [T,
+        numbers] on the device; None without one. No part of a graph: the host reads them."""
         if self._ngrams is not None:
-            ids = [_mixing(each.cache).with_earlier(own) for each, own in zip(segments, tokens, strict=True)]
-            return self._ngrams.of_pass(ids)
-        return None if self._inputs is None else self._inputs.weights.rows(torch.cat(tokens))
+            return torch.cat([wait() for wait in self._begin_ngrams(segments).values()], 1)
+        if self._inputs is None:
+            return None
+        return self._inputs.weights.rows(torch.cat([each.tokens for each in segments]).clamp(min=0))
+
+    def _begin_ngrams(self, segments: Sequence[Segment]) -> Mapping[int, Callable[[], Tensor]]:
+        """Begin to read the embeddings of n-grams, see `NGramInputs.begin`; empty without any."""
+        if self._ngrams is None:
+            return {}
+        return self._ngrams.begin([_mixing(each.cache).with_earlier(each.tokens.clamp(min=0)) for each in segments])
+
+    def _given_by_layer(
+        self,
+        segments: Sequence[Segment],
+        table_rows: Tensor | None,
+        x: Tensor,
+        multiply: Callable[..., Tensor],
+        waiting: Mapping[int, Callable[[], Tensor]],
+    ) -> Callable[[int], Tensor | None]:
+        """A function of a layer that gives its input in a pass, if it has one. x: the embedded rows. waiting: for the
+        embeddings of n-grams, where `table_rows` has none."""
+        if self._inputs is not None:
+            found = self.table_rows(segments) if table_rows is None else table_rows
+            return self._inputs.of_all(cast(Tensor, found), x, multiply).unbind().__getitem__
+        if table_rows is not None:
+            layers = self.config.with_ngrams
+            parts = dict(zip(layers, table_rows.chunk(len(layers), 1), strict=True))
+            return parts.get
+        return lambda layer: waiting[layer]() if layer in waiting else None
 
     def forward(
         self, segments: Sequence[Segment], *, block: int | None = None, table_rows: Tensor | None = None
@@ -143,6 +168,7 @@ class Decoder:
         table_rows: of all tokens; None: they are read here.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
+        waiting = self._begin_ngrams(segments) if table_rows is None else {}
         real = None
         if self.config.experts is not None:  # padding runs through no expert
             real, tokens = tokens != PADDING, tokens.clamp(min=0)
@@ -152,16 +178,11 @@ class Decoder:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks, real=real)
             multiply = partial(self._operators.multiply, blocks=blocks)
-        found = self.table_rows(segments) if table_rows is None else table_rows
-        given: Sequence[Tensor | None] = [None] * self.config.num_layers
-        if self._ngrams is not None:
-            given = self._ngrams.by_layer(cast(Tensor, found), self.config.num_layers)
-        elif self._inputs is not None:
-            given = self._inputs.of_all(cast(Tensor, found), x, multiply).unbind()
+        given = self._given_by_layer(segments, table_rows, x, multiply, waiting)
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, range(self.config.num_layers)):
             for layer, weights in enumerate(self.weights.layers):
-                run(layer, weights, x, caches, given=given[layer])
+                run(layer, weights, x, caches, given=given(layer))
         return x
 
     def prefill(
@@ -218,9 +239,10 @@ class Decoder:
                     if layer == 0:
                         for part, own in zip(x.split(rows.block), ids[start:].split(rows.block), strict=False):
                             self._embedded(own, part)
-                    given, done = partial(self._given, layer, on_host[start:]), 0
+                    given: Callable[[int, Tensor], Tensor | None] = partial(self._given, layer, on_host[start:])
                     if of_ngrams is not None:
                         given = partial(_of_block, of_ngrams, start)
+                    done = 0
                     for count in self._prefill.run_blocks(layer, weights, x, _mixing(cache), rows.block, given):
                         if on_hidden is not None and layer == num_layers - 1 and count > done:
                             on_hidden(start + done, x[done:count])

@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from offload.config.model import ModelConfig
 from offload.kernels.ngrams import chosen_rows, gated_values
 from offload.model.layer import AddNGrams
 from offload.weights.linear import Linear
-from offload.weights.ngram_rows import NGramTable
+from offload.weights.tables import Table
 
 
 class NGramInputs:
-    """The rows of n-gram tables, by layer: inputs of the layers that have one."""
+    """The embeddings of n-grams: inputs [T, width] of the layers that have some, from their tables, by layer."""
 
-    def __init__(self, tables: Mapping[int, NGramTable]) -> None:
-        self._tables = tables
+    def __init__(self, config: ModelConfig, tables: Mapping[int, Table]) -> None:
+        self._tables = {layer: (config.ngrams(layer), table) for layer, table in tables.items()}
 
-    def of_pass(self, ids: Sequence[Tensor]) -> Tensor:
-        """The rows of all tables side by side, [T, sum of widths] on the device. ids: of each segment, int64 [context +
-        T], with those before it. The host reads them: no part of a graph."""
-        chosen = {layer: self._chosen(layer, ids) for layer in self._tables}
-        for layer, rows in chosen.items():
-            self._tables[layer].begin(rows)
-        return torch.cat([self._tables[layer].read(rows) for layer, rows in chosen.items()], 1)
-
-    def by_layer(self, rows: Tensor, num_layers: int) -> list[Tensor | None]:
-        """The input of each layer, from what `of_pass` returns; None of a layer without n-grams."""
-        found: list[Tensor | None] = [None] * num_layers
-        widths = [table.ngrams.width for table in self._tables.values()]
-        for layer, own in zip(self._tables, rows.split(widths, 1), strict=True):
-            found[layer] = own.contiguous()
-        return found
+    def begin(self, ids: Sequence[Tensor]) -> dict[int, Callable[[], Tensor]]:
+        """Begin to read the rows of a pass. ids: of each segment, int64 [context + T], with those before its tokens.
+        Returns for each layer a function, to be called once, that waits for its input, of all segments."""
+        waiting = {}
+        for layer, (ngrams, table) in self._tables.items():
+            rows = table.begin(torch.cat([chosen_rows(ngrams, each) for each in ids]))
+            waiting[layer] = partial(_embeddings, rows)
+        return waiting
 
     def of_prefill(self, layer: int, ids: Tensor, block: int) -> Callable[[int, int], Tensor]:
-        """A function of a block's first row and its number of rows, which gives its input. The rows of the block after
-        it are read meanwhile. ids: of the prefill, with those before it."""
-        table, chosen = self._tables[layer], self._chosen(layer, [ids])
+        """A function of a block's first row and its number of rows, which gives its input; the rows of the block after
+        it, of `block` rows, are read meanwhile. ids: of the prefill, with those before it."""
+        ngrams, table = self._tables[layer]
+        chosen, waiting = chosen_rows(ngrams, ids), dict[int, Callable[[], Tensor]]()
 
         def given(first: int, count: int) -> Tensor:
-            table.begin(chosen[first : first + count + block])
-            return table.read(chosen[first : first + count])
+            rows = waiting.pop(first, None) or table.begin(chosen[first : first + count])
+            found, after = _embeddings(rows), first + count
+            if after < len(chosen):
+                waiting[after] = table.begin(chosen[after : after + block])
+            return found
 
         return given
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._tables
 
-    def _chosen(self, layer: int, ids: Sequence[Tensor]) -> Tensor:
-        return torch.cat([chosen_rows(self._tables[layer].ngrams, each) for each in ids])
+
+def _embeddings(rows: Callable[[], Tensor]) -> Tensor:
+    return rows().flatten(1)
 
 
 def add_ngrams(

@@ -63,6 +63,8 @@ class Placement:
     shares_experts: bool = field(default=False, metadata={LATER: True})
     expert_places: int = field(default=0, metadata={LATER: True})
     expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, see `Sizing.expert_rows`
+    ngram_table: TableTier = field(default="host", metadata={LATER: True})  # where tables of n-grams are
+    ngram_rows: int = field(default=0, metadata={LATER: True})  # of each in host memory, where it is in its file
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -127,12 +129,12 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
     hardware = sizing.hardware
     tiers = [
         ("device memory", placement.total_device_bytes, device_room(sizing)),
-        ("host memory", placement.total_host_bytes, host_room(sizing)),
+        ("host memory", placement.total_host_bytes, sizing.host_room),
     ]
     if hardware.is_cpu:
         others = placement.total_other_device_bytes * (hardware.num_devices - 1)
         total = placement.total_device_bytes + others + placement.total_host_bytes
-        tiers = [("memory", total, host_room(sizing))]
+        tiers = [("memory", total, sizing.host_room)]
         if sizing.options.device_memory is not None:
             tiers.insert(0, ("device memory", placement.total_device_bytes, device_room(sizing)))
     for name, needed, free in tiers:
@@ -146,13 +148,6 @@ def device_room(sizing: Sizing) -> int:
     cap = sizing.options.device_memory
     free = sizing.hardware.device_free_bytes
     return free if cap is None else min(free, int(cap * 1e9))
-
-
-def host_room(sizing: Sizing) -> int:
-    """Bytes that may be used on all hosts; on a CPU those of the device among them."""
-    cap, hardware = sizing.options.host_memory, sizing.hardware
-    free = hardware.host_free_bytes
-    return (free if cap is None else min(free, int(cap * 1e9))) * hardware.num_hosts
 
 
 @dataclass(frozen=True)
@@ -198,6 +193,8 @@ class _Filling:
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             expert_places=places,
             expert_rows=self._expert_rows,
+            ngram_table="file" if sizing.reads_ngrams else "host",
+            ngram_rows=sizing.ngram_rows if sizing.reads_ngrams else 0,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -231,7 +228,7 @@ class _Filling:
             if hardware.is_cpu:
                 used += sum(self._device(layers, tiles, slots, places).values())
                 used += others * sum(self._device(layers, tiles, slots, places, first=False).values()) if others else 0
-            return used <= host_room(sizing)
+            return used <= sizing.host_room
 
         least = max(experts.used, LEAST_SLOTS)
         return 0 if fits(0) or least >= experts.count else max(least, largest(fits, experts.count - 1))
@@ -305,6 +302,8 @@ class _Filling:
             "target layers": sizing.homes_bytes(layers, self._weight_link_bits(layers)),
             "target experts": sizing.experts_bytes(places) if slots else 0,
             "target embeddings": self._table,
+            "n-gram tables": 0 if sizing.reads_ngrams else sizing.ngram_tables_bytes,
+            "n-gram rows": sizing.ngram_rows_bytes if sizing.reads_ngrams else 0,
             "hidden rows": sizing.hidden_bytes(self.capacity) if streams_cache else 0,
             "gathered chunks": sizing.fetched_bytes(self.capacity, self.composition) if streams_cache else 0,
             **sizing.host_cache_bytes(self.capacity, tiles, self._link_bits),

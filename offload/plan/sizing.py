@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -39,6 +39,8 @@ RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 _EXPERTS_READ = 0.6  # of the host's read rate, over experts that the CPU runs for a GPU (docs/log.md)
 KEYS_GROWTH = 256  # keys of blocks of a layer, for which room is made at a time
+_NGRAM_SHARE = 0.8  # of host memory, up to which a model with its tables of n-grams is read whole
+NGRAM_ROWS = 1 << 20  # of a table of n-grams in its file, kept in host memory: those of code and talks repeat
 WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
 # Purposes that each sequence has of its own; models, staging of weights and workspaces are shared.
 OF_EACH_SEQUENCE = frozenset(
@@ -401,6 +403,37 @@ class Sizing:
     def table_bytes(self) -> int:
         """Bytes of the embedding's table, on each device or for it on the host."""
         return self.target.table.nbytes(self.itemsize)
+
+    @cached_property
+    def ngram_tables_bytes(self) -> int:
+        """Bytes of the tables of n-grams, for each device; 0 without any."""
+        return sum(table.nbytes(self.itemsize) for table in self.target.ngram_tables())
+
+    @cached_property
+    def reads_ngrams(self) -> bool:
+        """Whether rows of tables of n-grams are read from the file as they are chosen: where the model leaves no room
+        for all of them."""
+        whole = self.target.weight_bytes(self.itemsize) + self.ngram_tables_bytes
+        return self.ngram_tables_bytes > 0 and whole > _NGRAM_SHARE * self.host_room
+
+    @cached_property
+    def host_room(self) -> int:
+        """Bytes that may be used on all hosts; on a CPU those of the device among them."""
+        cap, hardware = self.options.host_memory, self.hardware
+        free = hardware.host_free_bytes
+        return (free if cap is None else min(free, int(cap * 1e9))) * hardware.num_hosts
+
+    @cached_property
+    def ngram_rows(self) -> int:
+        """Rows of each table of n-grams that are kept in host memory where the others are in its file."""
+        return min((NGRAM_ROWS, *(table.outputs for table in self.target.ngram_tables())))
+
+    @property
+    def ngram_rows_bytes(self) -> int:
+        """Bytes of these rows, for each device."""
+        return sum(
+            replace(table, outputs=self.ngram_rows).nbytes(self.itemsize) for table in self.target.ngram_tables()
+        )
 
     @cached_property
     def maps_table(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,10 @@ from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_w
 from offload.weights.linear import Linear
 from offload.weights.streamed_experts import StreamedExperts
 from offload.weights.streams import StreamWeights
+from offload.weights.tables import Shards, Table, TableFile, load_table
 from offload.weights.tensors import head_order, sources
 
+TABLES, ROWS = "n-gram tables", "n-gram rows"  # purposes
 _CHECKED_ROWS = 1 << 10  # of a layer table that are checked at once
 
 
@@ -104,7 +107,8 @@ class Weights:
     """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows, or the mean of their
     streams. head: [V, hidden], the
     embedding's table itself if tied, None on a rank that computes no logits. scoring: of each layer that attends; ()
-    if none has any. experts: of each layer; () if no layer has any. inputs: of layers; None if they have none."""
+    if none has any. experts: of each layer; () if no layer has any. inputs: of layers; None if they have none.
+    ngrams: the tables of layers with n-grams."""
 
     embedding: Embedding
     layers: Layers
@@ -113,6 +117,7 @@ class Weights:
     scoring: tuple[ScoringWeights, ...] = ()
     experts: tuple[ExpertHomes | None, ...] = ()
     inputs: LayerInputWeights | None = None
+    ngrams: Mapping[int, Table] = field(default_factory=dict)
 
     @property
     def norm(self) -> NormWeights:
@@ -199,6 +204,34 @@ class _Loader:
         """What the last hidden rows go through before the head."""
         return self.norm() if self._config.streams is None else self.last_mean()
 
+    def ngrams(self, tier: TableTier, num_rows: int, readers: Disk | None) -> dict[int, Table]:
+        """The tables of n-grams, by layer. ModelError where the checkpoint's own integers hash otherwise."""
+        found = dict[int, Table]()
+        for layer in self._config.with_ngrams:
+            self._check_hashes(layer)
+            names, own = self._config.ngram_parts(layer), self._config.ngrams(layer)
+            if tier == "file":
+                assert readers is not None
+                inside, device = Shards.of(self._checkpoint, names), self._memory.device
+                held = self._memory.allocate((num_rows, inside.row_bytes), torch.uint8, tier="host", purpose=ROWS)
+                found[layer] = TableFile(inside, readers, held, dtype=self._dtype, device=device)
+            else:
+                more: dict[str, Any] = {"tier": tier, "dtype": self._dtype, "purpose": TABLES}
+                found[layer] = load_table(self._checkpoint, names, Matrix(*own.table), self._memory, **more)
+                self._on_bytes(Matrix(*own.table).nbytes(self._dtype.itemsize))
+        return found
+
+    def _check_hashes(self, layer: int) -> None:
+        """Raises ModelError for other integers that hash n-grams than those that follow from the fields."""
+        names = self._config.names.ngrams.hashes
+        for name, wanted in zip(names, self._config.ngrams(layer).hashes, strict=True):
+            whole = self._config.layer_name(layer) + name
+            if whole in self._checkpoint.names() and self._checkpoint.integers(whole).tolist() != [*wanted]:
+                raise ModelError(
+                    f"{self._checkpoint.folder}: {whole} has other integers than follow from seed and sizes in "
+                    "config.json; fetch both files of one version"
+                )
+
     def norm(self) -> NormWeights:
         """The norm of the last hidden rows."""
         norm, (name, size) = self._config.norm, self._config.last_norm
@@ -280,6 +313,9 @@ def load_weights(
     expert_places: int = 0,
     disk: Disk | None = None,
     table: TableTier = "device",
+    ngram_table: TableTier = "host",
+    ngram_rows: int = 0,
+    readers: Disk | None = None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
@@ -289,7 +325,8 @@ def load_weights(
     those of `cpu_experts` layers are run by the CPU, or with `shares_experts` some of those that are in no slot. With a
     disk, only `expert_places` of each layer are in memory; it reads the others from the checkpoint's files as they are
     wanted.
-    The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
+    Tables of n-grams are where `ngram_table` says; in the file, `readers` reads rows as they are chosen, and
+    `ngram_rows` of each are kept. The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
     them under `name`. Only rank 0 has the head.
 
     `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
@@ -325,5 +362,6 @@ def load_weights(
     head = None
     if shard.rank == 0:
         head = Linear(rows if config.tie_embeddings else loader.table(names.head, config.head), None)
+    ngrams = loader.ngrams(ngram_table, ngram_rows, readers)
     embedding, scoring = Embedding(rows, memory.device, dtype), tuple(loader.scoring)
-    return Weights(embedding, layers, loader.last(), head, scoring, experts, loader.inputs())
+    return Weights(embedding, layers, loader.last(), head, scoring, experts, loader.inputs(), ngrams)

@@ -375,6 +375,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     last, size = config.last_norm
     tensors |= {f"{last}.weight": (size,)}
     tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_last_mean.items()}
+    for layer in config.with_ngrams:
+        tensors |= dict(zip(config.ngram_parts(layer), config.ngrams(layer).part_shapes, strict=True))
     if config.is_head:
         own, join = names.next_token, join_of(config)
         tensors |= {f"{own.embedding_norm}.weight": row, f"{own.hidden_norm}.weight": (config.row_size,)}

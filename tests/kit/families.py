@@ -139,6 +139,10 @@ FLASH: dict[str, object] = {
         "mrope_interleaved": True,
     },
 }  # fmt: skip
+NGRAMS: dict[str, object] = {
+    "ple_layer_ids": [2], "ple_embed_dim": 64, "ngram_size": 3, "heads_per_ngram": 4, "ngram_vocab_size_base": 211,
+    "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "eos_token_id": 2,
+}  # fmt: skip
 KIMI: dict[str, object] = {
     "linear_head_dim": 8, "linear_num_heads": 6, "num_local_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 16, "num_hidden_layers": 4, "rope_parameters": ...,
@@ -367,6 +371,7 @@ TINY: dict[str, Tiny] = {
         layer_types=["full_attention", "linear_attention", "full_attention"],
     ),
     "qwen4_exp": _with("qwen4_exp_text", **FLASH),
+    "qwen4_exp, n-grams": _with("qwen4_exp_text", **FLASH, **NGRAMS),
     "glm4_moe": _with("glm4_moe", **GLM_EXPERTS, num_hidden_layers=3, rope_parameters=PARTIAL, use_qk_norm=True),
     "glm4_moe, odd": _with(
         "glm4_moe", n_routed_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=2,

@@ -33,7 +33,10 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
         "per_layer_token_embd.weight": names.layer_table,
         "per_layer_model_proj.weight": names.layer_projection,
         "per_layer_proj_norm.weight": names.layer_norm,
-        **{f"output_hc_{part}.weight": f"{names.last_streams(name)}.weight" for part, name in _of_streams(names)},
+        **{
+            f"output_hc_{part}.weight": f"{names.body}{names.streams.last}{name}.weight"
+            for part, name in _of_streams(names)
+        },
     }
     last_norms = ("output_norm", _EMBEDDING_NORM) if names.final_norm == "embedding_norm" else ("output_norm",)
     found: dict[str, str] = {}

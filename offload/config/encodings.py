@@ -12,6 +12,7 @@ from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.config.names import TensorNames
 from offload.config.next_token import head_of
+from offload.config.ngrams import NGrams
 from offload.errors import ModelError
 
 
@@ -22,7 +23,12 @@ def encoded(config: ModelConfig, encoding_of: Callable[[str], str]) -> ModelConf
     def of_layers(model: ModelConfig) -> tuple[Block, ...]:
         every = ((block, model.layer_name(index)) for index, block in enumerate(model.blocks))
         return tuple(
-            replace(block, encodings=_of_layer(block, model.names, layer, encoding_of)) for block, layer in every
+            replace(
+                block,
+                encodings=_of_layer(block, model.names, layer, encoding_of),
+                ngrams=block.ngrams and _of_ngrams(block.ngrams, model.names, layer, encoding_of),
+            )
+            for block, layer in every
         )
 
     table, head = encoding_of(config.names.embeddings), head_of(config)
@@ -64,6 +70,11 @@ def matrices(config: ModelConfig) -> dict[str, Matrix]:
                     _add(found, layer + name, part)
         for name, part in _stored_of_mixer(block, config.names):
             _add(found, layer + name, part)
+        if (grams := block.ngrams) is not None:
+            for name, (outputs, inputs, kind) in zip(names.ngrams, grams.products.values(), strict=True):
+                _add(found, layer + name, Matrix(outputs, inputs, kind))
+            for name, shape in zip(config.ngram_parts(index), grams.part_shapes, strict=True):
+                _add(found, name, Matrix(*shape, grams.table_encoding))
         for own, part in zip(names.experts, expert_matrices(block, config.hidden_size).values(), strict=True):
             for name, count in Counter(own).items():  # one for all experts, or one each
                 _add(found, layer + name, replace(part, outputs=count * part.outputs))
@@ -100,7 +111,7 @@ def _add(found: dict[str, Matrix], name: str, part: Matrix) -> None:
 class _MatrixNames:
     """The names of a layer's matrices within the layer, ordered as in `Encodings`. A fused matrix occurs once for each
     of its parts. experts: the names for all experts of each of their matrices. around_experts: () where
-    they read hidden rows. beside: () where nothing is beside attention. streams: () where there are none."""
+    they read hidden rows. beside: () where nothing is beside attention. streams, ngrams: () where there are none."""
 
     qkv: tuple[str, ...]
     o: str
@@ -111,6 +122,7 @@ class _MatrixNames:
     inputs: tuple[str, ...]
     beside: tuple[str, ...]
     streams: tuple[str, ...]
+    ngrams: tuple[str, ...]
 
     @classmethod
     def of(cls, block: Block, names: TensorNames) -> _MatrixNames:
@@ -126,11 +138,11 @@ class _MatrixNames:
         own, means = names.streams, list[str]()
         if block.streams is not None:
             means = [prefix + name for prefix in (own.mixer, own.network) for name in (own.down, own.inject, own.up)]
-        projections, of_network, around, inputs, beside_it, streams = (
-            tuple(f"{name}.weight" for name in part) for part in (qkv, gate_up, latents, given, beside, means)
+        grams = [names.ngrams.keys, names.ngrams.values] if block.ngrams is not None else []
+        projections, of_network, *others = (
+            tuple(f"{name}.weight" for name in part) for part in (qkv, gate_up, latents, given, beside, means, grams)
         )
-        of_both = f"{out}.weight", of_network, f"{down}.weight", experts
-        return cls(projections, *of_both, around, inputs, beside_it, streams)
+        return cls(projections, f"{out}.weight", of_network, f"{down}.weight", experts, *others)
 
 
 def _of_experts(name: str, block: Block) -> tuple[str, ...]:
@@ -172,10 +184,17 @@ def _of_layer(block: Block, names: TensorNames, layer: str, encoding_of: Callabl
     return found if any(found.every) else Encodings()
 
 
+def _of_ngrams(own: NGrams, names: TensorNames, layer: str, encoding_of: Callable[[str], str]) -> NGrams:
+    """An n-gram embedding with the encodings of its table and its matrices. ModelError if parts of the table differ."""
+    parts = [f"{layer}{names.ngrams.table.format(part)}.weight" for part in range(len(own.part_shapes))]
+    found = (encoding_of(f"{layer}{name}.weight") for name in (names.ngrams.keys, names.ngrams.values))
+    return own.stored(_alike(encoding_of, parts), *found)
+
+
 def _alike(encoding_of: Callable[[str], str], names: Sequence[str]) -> str:
-    """The encoding of one matrix of all experts. Raises ModelError if they differ."""
+    """The encoding of one matrix of all experts, or of all parts of a table. Raises ModelError if they differ."""
     found = dict.fromkeys(map(encoding_of, dict.fromkeys(names)))
     if len(found) > 1:
         kinds = ", ".join(kind or "plain numbers" for kind in found)
-        raise ModelError(f"{names[0]} and its like in the layer's other experts are in {kinds}; all must be alike")
+        raise ModelError(f"{names[0]} and its like in the layer are in {kinds}; all must be alike")
     return next(iter(found))

@@ -396,9 +396,13 @@ class ModelConfig:
     @cached_property
     def plain(self) -> ModelConfig:
         """The description of the model with plain numbers in all matrices."""
-        blocks = self.mapped(lambda block: replace(block, encodings=Encodings())).blocks
+
+        def change(block: Block) -> Block:
+            return replace(block, encodings=Encodings(), ngrams=block.ngrams and block.ngrams.stored("", "", ""))
+
         layers = self.layer_table and replace(self.layer_table, encoding="", projection_encoding="")
-        return replace(self, blocks=blocks, table_encoding="", head_encoding="", layer_table=layers)
+        plain = {"table_encoding": "", "head_encoding": "", "layer_table": layers, "last_mean_encodings": ("", "")}
+        return replace(self, blocks=self.mapped(change).blocks, **plain)  # type: ignore[arg-type]
 
     @property
     def table(self) -> Matrix:

@@ -4,7 +4,7 @@ per-layer embedding)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
 from offload.config.mixers import DilatedConvolution
@@ -94,6 +94,10 @@ class NGrams:
         """The shapes of the table's parts."""
         each = -(-self.num_rows // self.parts)
         return tuple((min(each, self.num_rows - first), self.row_size) for first in range(0, self.num_rows, each))
+
+    def stored(self, table: str, keys: str, values: str) -> NGrams:
+        """The same with other encodings."""
+        return replace(self, table_encoding=table, key_encoding=keys, value_encoding=values)
 
     @property
     def products(self) -> Mapping[str, tuple[int, int, str]]:

@@ -24,7 +24,7 @@ class NGramInputs:
     def begin(self, ids: Sequence[Tensor]) -> dict[int, Callable[[], Tensor]]:
         """Begin to read the rows of a pass. ids: of each segment, int64 [context + T], with those before its tokens.
         Returns for each layer a function, to be called once, that waits for its input, of all segments."""
-        waiting = {}
+        waiting = dict[int, Callable[[], Tensor]]()
         for layer, (ngrams, table) in self._tables.items():
             rows = table.begin(torch.cat([chosen_rows(ngrams, each) for each in ids]))
             waiting[layer] = partial(_embeddings, rows)

@@ -431,9 +431,8 @@ class Sizing:
     @property
     def ngram_rows_bytes(self) -> int:
         """Bytes of these rows, for each device."""
-        return sum(
-            replace(table, outputs=self.ngram_rows).nbytes(self.itemsize) for table in self.target.ngram_tables()
-        )
+        held = (replace(table, outputs=self.ngram_rows) for table in self.target.ngram_tables())
+        return sum(table.nbytes(self.itemsize) for table in held)
 
     @cached_property
     def maps_table(self) -> bool:

@@ -325,9 +325,9 @@ def load_weights(
     those of `cpu_experts` layers are run by the CPU, or with `shares_experts` some of those that are in no slot. With a
     disk, only `expert_places` of each layer are in memory; it reads the others from the checkpoint's files as they are
     wanted.
-    Tables of n-grams are where `ngram_table` says; in the file, `readers` reads rows as they are chosen, and
-    `ngram_rows` of each are kept. The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
-    them under `name`. Only rank 0 has the head.
+    The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. Tables of n-grams
+    are where `ngram_table` says; in the file, `readers` reads rows as they are chosen, and `ngram_rows` of each are
+    kept. The ledger lists them under `name`. Only rank 0 has the head.
 
     `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
     a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from offload.kv.indexed import IndexedCache
 from offload.kv.last_hidden import LastHidden
 from offload.kv.layer_states import LayerStates
 from offload.kv.quantised import QuantisedCache
+from offload.kv.recent_ids import RecentIds
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import DraftStates, StateCache
@@ -42,6 +44,7 @@ from offload.transfer.memory import Memory
 from offload.worker.models import tile_shape, window_shape
 
 OfLayers = Sequence[ScoringWeights]
+CONVOLVED = "ngrams"  # the part with the rows that convolutions read
 MAX_REACH = 32  # tokens: the limit of a selection's dilation, about the usual length of a block
 
 
@@ -101,6 +104,25 @@ def state_cache(plan: Plan, target: Decoder, memory: Memory) -> StateCache | Non
     kept = Checkpoints(memory, config.recurrence, num_layers=len(config.stateful), dtype=dtype, most=most)
     states = _layer_states(plan, config, memory)
     return StateCache(states, kept, weights=weights, block=plan.placement.prefill_block)
+
+
+def ngram_caches(plan: Plan, target: Decoder, memory: Memory) -> tuple[StateCache, RecentIds] | None:
+    """What a sequence keeps for the target's n-grams: the rows that their convolutions read, and ids; None without
+    n-grams."""
+    config, kept = target.config, plan.placement.checkpoints
+    if not config.with_ngrams:
+        return None
+    own, dtype = config.ngrams(config.with_ngrams[0]), DTYPES[plan.request.dtype]
+
+    def weights() -> Iterator[RecurrenceWeights]:
+        return (layer.ngrams.convolution for layer in target.weights.layers if layer.ngrams is not None)
+
+    sizes: dict[str, Any] = {"num_layers": len(config.with_ngrams), "dtype": dtype}
+    rows, kernels = held_rows(plan.composition, plan.placement.rows), _attention_kernels(plan, config)
+    layers = LayerStates(memory, own.convolution, rows=rows, kernels=kernels, **sizes)
+    held = Checkpoints(memory, own.convolution, most=kept, **sizes)
+    cache = StateCache(layers, held, weights=weights, block=plan.placement.prefill_block, name=CONVOLVED)
+    return cache, RecentIds(own.context, own.eos, cache)
 
 
 def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCache) -> DraftStates:

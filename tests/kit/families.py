@@ -132,7 +132,7 @@ LATENT: dict[str, object] = {
 FLASH: dict[str, object] = {
     **STATES, **EXPERTS, "shared_expert_intermediate_size": 32, "hc_count": 4, "hc_lowrank": 16, "head_dim": 32,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "output_gate_type": "sigmoid",
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
     "indexer_compress_ratio": 4, "num_key_value_heads": 2, "intermediate_size": ...,
     "rope_parameters": {
         "rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from kit.processor import best
+from offload.config.mixers import Recurring
 from offload.config.model import ModelConfig
 from offload.config.reading import draft_config, read_config
 from offload.decode import generation
@@ -43,6 +44,7 @@ from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.prefix import OpenStore
 from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
 from offload.kv.block_index import BlockIndex
@@ -53,6 +55,7 @@ from offload.kv.full import FullCache
 from offload.kv.indexed import IndexedCache
 from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
+from offload.kv.recent_ids import RecentIds
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import StateCache
@@ -332,7 +335,13 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
         windows = _windows(decoder, sizes, undo)
     if config.recurrence is not None:
         states = state_cache(decoder)
-    return MixedCache(config, full, windows, states, drafts=False) if windows or states else full
+    kept: dict[str, Any] = {}
+    if config.with_ngrams:
+        own = config.ngrams(config.with_ngrams[0])
+        weights = [each.ngrams.convolution for each in decoder.weights.layers if each.ngrams is not None]
+        kept["convolved"] = state_cache(decoder, of=own.convolution, num_layers=len(weights), weights=weights)
+        kept["ids"] = RecentIds(own.context, own.eos, kept["convolved"])
+    return MixedCache(config, full, windows, states, drafts=False, **kept) if windows or states else full
 
 
 def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
@@ -348,17 +357,23 @@ def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
     )
 
 
-def state_cache(decoder: Decoder, *, rows: int = 16, most: int = 4) -> StateCache:
-    """rows: inputs that are held. most: checkpoints."""
+def state_cache(
+    decoder: Decoder,
+    *,
+    rows: int = 16,
+    most: int = 4,
+    of: Recurring | None = None,
+    num_layers: int = 0,
+    weights: Sequence[RecurrenceWeights] = (),
+) -> StateCache:
+    """rows: inputs that are held. most: checkpoints. of, num_layers, weights: of the convolutions of n-grams."""
     config, dtype, memory = decoder.config, decoder.weights.embedding.dtype, Memory(torch.device("cpu"))
-    assert config.recurrence is not None
-    num_layers = len(config.stateful)
-    layers = LayerStates(
-        memory, config.recurrence, num_layers=num_layers, rows=rows, dtype=dtype, kernels=kernels_of(decoder)
-    )
-    kept = Checkpoints(memory, config.recurrence, num_layers=num_layers, dtype=dtype, most=most)
-    weights = [layer.recurrence for layer in decoder.weights.layers if layer.recurrence is not None]
-    return StateCache(layers, kept, weights=lambda: weights)
+    own, count = of or config.recurrence, num_layers or len(config.stateful)
+    assert own is not None
+    layers = LayerStates(memory, own, num_layers=count, rows=rows, dtype=dtype, kernels=kernels_of(decoder))
+    kept = Checkpoints(memory, own, num_layers=count, dtype=dtype, most=most)
+    found = weights or [layer.recurrence for layer in decoder.weights.layers if layer.recurrence is not None]
+    return StateCache(layers, kept, weights=lambda: found)
 
 
 def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:

@@ -1,9 +1,10 @@
-"""GGUF files of Qwen3.8-Flash-Next (`qwen4exp`): residual streams in any kind, indexers, a next-token head that is left
-alone; what a file claims and this program has not is refused by its name."""
+"""GGUF files of Qwen3.8-Flash-Next (`qwen4exp`): residual streams in any kind, indexers, n-grams, next-token heads;
+what a file claims and this program has not is refused by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import test_next_token as heads
+from kit.contract import PROMPT
 from kit.families import save_tiny
 from kit.gguf_flash import with_head
 from kit.gguf_models import write_gguf
+from kit.heads import shapes_of
 from kit.models import Sizes, load, random_tokens, target_cache
+from kit.quantised import level_stats
 from kit.stored import GGUF, YOUNG
 from offload.config.gguf_header import read_header
 from offload.config.reading import read_config
@@ -27,7 +32,8 @@ from test_parity import in_prefill
 
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
 Change = Callable[[gguf.GGUFWriter], None]
-FEW: dict[str, object] = {"indexer_budget": 16}  # of the 60 tokens here
+FEW: dict[str, object] = {"indexer_budget": 16, "indexer_n_heads": 2}  # of the 60 tokens here
+LARGE: dict[str, object] = {"head_dim": 32, "indexer_head_dim": 16, "hc_lowrank": 32, "moe_intermediate_size": 32}
 BLOCKS: dict[str, object] = {**FEW, "hidden_size": 64, "hc_lowrank": 256}  # streams in whole blocks of 256
 RATIOS = "attention.compress_ratios"
 
@@ -74,21 +80,46 @@ def test_matrices_of_streams_stay_in_their_kinds(tmp_path: Path, kind: str) -> N
     torch.testing.assert_close(logits(path), logits(twin), rtol=0, atol=2e-4)
 
 
-def test_a_next_token_head_is_left_alone(tmp_path: Path) -> None:
-    """Its layer attends to all tokens in llama.cpp, and has streams and an indexer."""
-    folder, path = with_head(folder_of(tmp_path)), tmp_path / "model.gguf"
+def headed(root: Path) -> Path:
+    sizes = {**shapes_of("qwen3_5_moe"), "linear_num_value_heads": 6}
+    return with_head(save_tiny("qwen4_exp", root / "folder", tokenizer=True, **{**FEW, **sizes, **LARGE}))
+
+
+def test_a_next_token_head_is_the_folders(tmp_path: Path) -> None:
+    """Its layer follows the others, and one matrix joins its two kinds of rows."""
+    folder, path = headed(tmp_path), tmp_path / "model.gguf"
     write_gguf(folder, path)
     write_gguf(folder, plain := tmp_path / "plain.gguf", without="mtp.")
     own = {name.removeprefix("blk.4.") for name in read_header(path).tensors if name.startswith("blk.4.nextn.")}
     parts = ("eh_proj", "enorm", "hnorm", "hc_head_norm", "hc_head_down", "hc_head_up")
     assert own == {f"nextn.{part}.weight" for part in parts}
     config = read_config(path)
-    assert (config.num_layers, config.next_token) == (4, None)
+    assert config.num_layers == 4
+    assert replace(config, next_token=None) == read_config(plain)
     with Checkpoint.open(path) as checkpoint:
         check_model(checkpoint, config)
-        assert "mtp.hyper_connection_mixer.hc_norm.weight" in checkpoint.names()
-        assert "mtp.layers.0.attn_hyper_connection.hc_norm.weight" in checkpoint.names()
     assert torch.equal(logits(path), logits(plain))
+    ours, theirs = (heads.head_logits(each, replace(heads.SIZES, budget=0)) for each in (path, folder))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_next_token_head_drafts_what_it_does_not_decide(tmp_path: Path, kind: str) -> None:
+    write_gguf(headed(tmp_path), path := tmp_path / "model.gguf", kind=kind)
+    with heads.engine(path, replace(heads.SIZES, gamma=0, draft_gamma=0, budget=0), draft=False, dtype="bf16") as made:
+        expected = heads.say(made, PROMPT)
+    with heads.engine(path, replace(heads.SIZES, budget=0), dtype="bf16") as made:
+        assert heads.say(made, PROMPT) == expected
+        assert level_stats(made, "target").drafted_by["draft"] > 0
+
+
+@pytest.mark.parametrize("without", ["mtp.fc", "mtp_mixer.hc_norm"])
+def test_a_head_without_all_its_parts_is_none(tmp_path: Path, without: str) -> None:
+    write_gguf(with_head(folder_of(tmp_path)), path := tmp_path / "model.gguf", without=without)
+    config = read_config(path)
+    assert config.next_token is None
+    with Checkpoint.open(path) as checkpoint:
+        check_model(checkpoint, config)
 
 
 def put(key: str, value: Any) -> Change:

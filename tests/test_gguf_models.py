@@ -92,7 +92,9 @@ def plain(config: ModelConfig) -> ModelConfig:
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
         streams = found.streams and replace(found.streams, norm=plain_norm(found.streams.norm))
-        return replace(found, mixer=mixer, encodings=Encodings(), factors=(), streams=streams, **norms)
+        grams = found.ngrams and replace(found.ngrams, norm=plain_norm(found.ngrams.norm), parts=1)
+        both = {"streams": streams, "ngrams": grams}
+        return replace(found, mixer=mixer, encodings=Encodings(), factors=(), **both, **norms)
 
     config = with_rope(config, neighbours=False).mapped(block)
     if config.family == "falcon_h1":  # a file has its multipliers in the weights

@@ -110,9 +110,10 @@ class Metadata(Fields):
         return self.has(f"nextn.{part}.weight", self.head_layers().start)
 
     def has_head(self) -> bool:
-        """Whether the next-token head has the parts that no other layer has; the last norm has one of two names."""
+        """Whether the next-token head has the parts that no other layer has; the last norm has one of three names."""
         first = self.head_layers().start
-        is_normed = self.head_has("shared_head_norm") or self.has("layer_output_norm.weight", first)
+        is_normed = self.head_has("shared_head_norm") or self.head_has("hc_head_norm")
+        is_normed = is_normed or self.has("layer_output_norm.weight", first)
         return self.head_has("eh_proj") and is_normed
 
     def factors(self, tensor: str, most: float = 1e6) -> list[float] | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
+LAYER_TABLE = "per_layer_token_embd.weight"  # or that of n-grams
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # of all experts of a layer, each gate before its up
 JOINED_STATES = ".ssm_in.weight"  # of queries, keys, values and gates by key head
@@ -30,7 +31,7 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
     parts, whole_of_layer, of_head = _parts(names), _whole_names(names), _of_head(names)
     whole = {TABLE: names.embeddings, HEAD: names.head}
     whole |= {
-        "per_layer_token_embd.weight": names.layer_table,
+        LAYER_TABLE: names.layer_table,
         "per_layer_model_proj.weight": names.layer_projection,
         "per_layer_proj_norm.weight": names.layer_norm,
         **{
@@ -142,6 +143,12 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ffn_gate_inp_shexp": names.experts.network_gate,
         **{f"hc_attn_{part}": names.streams.mixer + name for part, name in _of_streams(names)},
         **{f"hc_ffn_{part}": names.streams.network + name for part, name in _of_streams(names)},
+        "ple_key": names.ngrams.keys,
+        "ple_value": names.ngrams.values,
+        "ple_norm_key": names.ngrams.key_norm,
+        "ple_norm_query": names.ngrams.query_norm,
+        "ple_norm_conv": names.ngrams.norm,
+        "ple_conv1d": names.ngrams.taps,
         "indexer.q_proj": names.index.queries,
         "indexer.k_proj": names.index.key,
         "indexer.q_norm": names.index.q_norm,

@@ -113,7 +113,7 @@ def write_gguf(
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch))
     names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     tensors = {
-        text_name(name): tensor.float()
+        text_name(name): tensor if tensor.dtype == torch.int64 else tensor.float()
         for file in folder.glob("*.safetensors")
         for name, tensor in load_file(file).items()
         if not BESIDE_TEXT.search(name)
@@ -126,6 +126,7 @@ def write_gguf(
     if arch == "qwen3next" and not joins_states:
         stacks = ungrouped(stacks, config)
     if arch == gguf_flash.ARCH:
+        gguf_flash.add_hashes(writer, stacks, config)
         stacks = gguf_flash.rearranged(stacks, config)
     if fused or (fused is None and arch in ("gemma4", "mistral4")):
         stacks = joined(stacks)
@@ -340,7 +341,7 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         return with_states(name, tensor, config)
     if arch in BY_CHANNEL and name.endswith(("_conv1d.weight", "A_log")):
         return by_channel(name, tensor, arch)
-    if name.endswith("conv.conv.weight"):
+    if name.endswith(("conv.conv.weight", "ple.conv1d.weight")):
         return tensor.squeeze(1)
     if arch == "falcon-h1":
         tensor = multiplied(name, tensor, config)
@@ -348,7 +349,7 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         return with_mamba(name, tensor, config)
     if name.endswith("shared_expert_gate.weight"):
         return tensor.squeeze(0)
-    if arch in PLUS_ONE and ("norm.weight" in name or ".pre_fc_norm" in name):
+    if arch in PLUS_ONE and any(part in name for part in ("norm.weight", ".pre_fc_norm", ".ple.norm_")):
         return tensor + 1
     for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
         if arch in PERMUTED and f".{letter}_proj." in name:

@@ -1,4 +1,4 @@
-"""GGUF files of Qwen3.8-Flash-Next (`qwen4exp`): residual streams in any kind, indexers, n-grams, next-token heads;
+"""GGUF files of Qwen3.8-Flash-Next (`qwen4exp`): residual streams in any kind, indexers, next-token heads;
 what a file claims and this program has not is refused by its name."""
 
 from __future__ import annotations

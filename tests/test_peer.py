@@ -97,6 +97,10 @@ FLASH: dict[str, object] = {
     **WIDE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 32, "hc_lowrank": 32,
     "indexer_budget": 16,
 }  # fmt: skip
+GRAMS: dict[str, dict[str, object]] = {  # an end of text is in all prompts from 60 tokens on
+    "qwen4_exp": FLASH,
+    "qwen4_exp, n-grams": {**FLASH, "eos_token_id": random_tokens(60, vocabulary=256)[40]},
+}
 FEW: dict[str, object] = {**WIDE, "intermediate_size": 32}
 MIXTURES: dict[str, dict[str, object]] = {
     "minimax_m2": FEW,
@@ -460,10 +464,11 @@ class TestWheel:
         folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
         assert_same_text(environment, folder, length, joins_states=joins_states)
 
-    @pytest.mark.parametrize("length", [3, 60, 61, 62, 63, 150])
-    def test_llama_cpp_writes_what_we_write_of_qwen3_8_flash_next(self, environment, tmp_path, length):
+    @pytest.mark.parametrize("name", GRAMS)
+    @pytest.mark.parametrize("length", [1, 3, 60, 61, 62, 63, 150])
+    def test_llama_cpp_writes_what_we_write_of_qwen3_8_flash_next(self, environment, tmp_path, length, name):
         """Beyond the budget of its indexer, at all lengths of the last block."""
-        folder = save_tiny("qwen4_exp", tmp_path / "model", tokenizer=True, **FLASH)
+        folder = save_tiny(name, tmp_path / "model", tokenizer=True, **GRAMS[name])
         assert_same_text(environment, with_wide_head(folder), length)
 
     @pytest.mark.parametrize("name", GEMMA4)

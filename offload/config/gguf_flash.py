@@ -9,7 +9,7 @@ from offload.config.block import Block
 from offload.config.families.windows import FULL
 from offload.config.gguf_experts import QWEN35MOE, qwen35moe
 from offload.config.gguf_fields import Metadata
-from offload.config.gguf_layers import Fields
+from offload.config.gguf_layers import Fields, number
 from offload.config.gguf_names import LAYER_TABLE
 from offload.config.model import ModelConfig
 from offload.config.ngrams import NGrams
@@ -57,8 +57,9 @@ def _ngrams(values: Metadata, common: Mapping[str, object]) -> Fields:
     found = {field: values.integer(key) for field, key in _GRAMS.items()}
     [layer] = _integers(values, _LAYERS, 1, whole(0, values.head_layers().start - 1))  # a file has one table
     width = (found["ngram_size"] - 1) * found["heads_per_ngram"] * values.integer(_ROW_SIZE)
-    ends = common["eos_token_id"] or values.get(_EOS, whole())
-    return {**found, "ple_layer_ids": [layer + 1], "ple_embed_dim": width, "eos_token_id": ends}
+    own = values.get(_EOS, whole(0, int(number(common, "vocab_size")) - 1))
+    ends = {"eos_token_id": common["eos_token_id"] or own}
+    return {**found, **ends, "ple_layer_ids": [layer + 1], "ple_embed_dim": width}
 
 
 def with_hashes(values: Metadata, config: ModelConfig) -> ModelConfig:
@@ -76,11 +77,11 @@ def _hashing(values: Metadata, config: ModelConfig, own: NGrams) -> NGrams:
     factors = _integers(values, _MULTIPLIERS, own.size, whole(1, most))
     sizes = _integers(values, _SIZES, own.num_heads, whole(1, _MOST_ROWS))
     offsets = _integers(values, _OFFSETS, own.num_heads, whole(0, _MOST_ROWS))
-    eos, table = values.get(_EOS, whole(0, config.vocab_size - 1)), values.header.tensors.get(LAYER_TABLE)
+    eos, table = values.get(_EOS, whole()), values.header.tensors.get(LAYER_TABLE)
     rows = sum(sizes) if table is None else table.shape[0]
     found = replace(own, multipliers=factors, head_sizes=sizes, eos=eos, num_rows=rows, parts=1)
     if found.offsets != offsets:
-        values.refuse(_OFFSETS, f"the sums of {_SIZES} before each head, {found.offsets[1:2]} for the second one")
+        values.refuse(_OFFSETS, f"the sums of {_SIZES} before each head, {found.offsets[1]} for the second one")
     if rows < sum(sizes):
         values.refuse(_SIZES, f"numbers that add up to the {rows} rows of {LAYER_TABLE} at most, not to {sum(sizes)}")
     return found

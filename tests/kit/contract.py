@@ -178,10 +178,10 @@ FILES: dict[str, dict[str, object]] = {
         **WIDE, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
     },
-    "qwen4_exp": {
+    "qwen4_exp, n-grams": {
         **WIDE, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512, "hc_lowrank": 64,
-        "indexer_head_dim": 64, "indexer_budget": 16,
+        "indexer_head_dim": 64, "indexer_budget": 16, "ple_embed_dim": 256,
     },
     "glm4_moe": {**WIDE, **EXPERTS},
     "nemotron_h": {
@@ -217,13 +217,16 @@ FILES: dict[str, dict[str, object]] = {
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
 }  # fmt: skip
 MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
+FLASH_PARTS = ("hyper_connection", "indexer", "ple_embedding", "key_proj")
 KINDS: dict[str, Kind] = {
     **{kind: kind for kind in ("F32", "F16", "Q8_0", "Q4_0")},
     "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q8_0"),
     "Q4_K experts": lambda name: (
         "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name or ".w2." in name else "Q4_K"
     ),
-    "IQ4_NL streams": lambda name: "Q4_0" if "experts" in name else "IQ4_NL" if "hyper_connection" in name else "Q8_0",
+    "IQ4_NL and others": lambda name: (
+        "Q4_0" if "experts" in name else "IQ4_NL" if any(part in name for part in FLASH_PARTS) else "Q8_0"
+    ),
     "MXFP4 experts": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
 }
 KINDS_OF = {
@@ -231,7 +234,7 @@ KINDS_OF = {
     "gpt_oss": ("Q8_0", "Q4_K experts", "MXFP4 experts"),
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
     "qwen3_next": ("Q8_0", "Q4_K experts"),
-    "qwen4_exp": ("F32", "Q8_0", "Q4_K experts", "IQ4_NL streams"),
+    "qwen4_exp, n-grams": ("F32", "Q8_0", "Q4_K experts", "IQ4_NL and others"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("minimax_m2", "lfm2_moe", "afmoe"), ("Q8_0",)),
     "nemotron_h": ("Q8_0", "Q4_K experts"),

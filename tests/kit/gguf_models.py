@@ -108,16 +108,18 @@ def write_gguf(
     _metadata(writer, config, arch, joins_latent=joins_latent)
     if tokenizer:
         _tokenizer(writer, tokenizer, config["vocab_size"])
-    if change:
-        change(writer)
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch))
-    names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     tensors = {
         text_name(name): tensor if tensor.dtype == torch.int64 else tensor.float()
         for file in folder.glob("*.safetensors")
         for name, tensor in load_file(file).items()
         if not BESIDE_TEXT.search(name)
     }
+    if arch == gguf_flash.ARCH:
+        gguf_flash.add_hashes(writer, tensors, config)
+    if change:
+        change(writer)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch))
+    names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     if arch == "bailingmoe3":
         tensors = as_kimis(tensors, config)
     stacks = stacked(tensors, config["model_type"])
@@ -126,7 +128,6 @@ def write_gguf(
     if arch == "qwen3next" and not joins_states:
         stacks = ungrouped(stacks, config)
     if arch == gguf_flash.ARCH:
-        gguf_flash.add_hashes(writer, stacks, config)
         stacks = gguf_flash.rearranged(stacks, config)
     if fused or (fused is None and arch in ("gemma4", "mistral4")):
         stacks = joined(stacks)

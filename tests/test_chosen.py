@@ -61,26 +61,24 @@ def choice_of(executor: str) -> Choose:
     return choose_by_torch if executor == "torch" else built(executor).choose
 
 
-def begun(executor: str, q: Tensor, index: int, most: int) -> RunAttention:
+def begin(attention: RunAttention, q: Tensor, index: int, most: int) -> None:
     dim, dtype = q.shape[2], q.dtype
     unmoving = RopeTable(torch.ones(4096, dim, dtype=dtype), torch.zeros(4096, dim, dtype=dtype))
     new = torch.zeros(len(q), KV_HEADS, dim, dtype=dtype)
-    attention = attention_of(executor, dtype)
     attention.begin(Rows(q, new, new, Scoring(unmoving), 0, index), [most])
-    return attention
 
 
-def over_chosen(executor: str, q: Tensor, tiles: Sequence[Tensor], chosen: Chosen) -> Tensor:
+def over_chosen(attention: RunAttention, q: Tensor, tiles: Sequence[Tensor], chosen: Chosen) -> Tensor:
     """Attention [T, H * D] over the chosen blocks of `tiles`, each [2, P, H_kv, S, D]."""
-    attention = begun(executor, q, 0, int(chosen.tokens.max()))
+    begin(attention, q, 0, int(chosen.tokens.max()))
     tokens = [tile.shape[1] * tile.shape[3] for tile in tiles]
     attention.attend_chosen([Run(tile, count) for tile, count in zip(tiles, tokens, strict=True)], chosen)
     return attention.merge()[0]
 
 
-def over_all(executor: str, q: Tensor, tiles: Sequence[Tensor], num_tokens: int) -> Tensor:
+def over_all(attention: RunAttention, q: Tensor, tiles: Sequence[Tensor], num_tokens: int) -> Tensor:
     """The same over all tokens up to each row's own, of which the last row's is the last."""
-    attention = begun(executor, q, num_tokens - len(q), num_tokens)
+    begin(attention, q, num_tokens - len(q), num_tokens)
     first = 0
     for tile in tiles:
         tokens = min(num_tokens - first, tile.shape[1] * tile.shape[3])
@@ -109,6 +107,19 @@ def all_of(num_rows: int, num_tokens: int) -> Chosen:
     """All blocks up to each row's own token, of which the last row's is the last."""
     tokens = range(num_tokens - num_rows + 1, num_tokens + 1)
     return lists([range(-(-count // SIZE)) for count in tokens], tokens)
+
+
+def elsewhere(tile: Tensor, chosen: Chosen) -> tuple[Tensor, Chosen]:
+    """The same blocks at other places of a tile, and the lists of their places."""
+
+    def by_block(tile: Tensor) -> Tensor:
+        return tile.unflatten(3, (-1, SIZE)).permute(1, 3, 0, 2, 4, 5)  # [P, S / size, 2, H_kv, size, D]
+
+    number, moved = tile.shape[3] // SIZE, tile.clone()
+    slots = torch.randperm(tile.shape[1] * number, generator=torch.Generator().manual_seed(3))
+    by_block(moved)[slots // number, slots % number] = by_block(tile).flatten(0, 1)
+    places = torch.where(chosen.blocks < 0, -1, slots[chosen.blocks.clamp(min=0).long()]).int()
+    return moved, Chosen(places, chosen.tokens, chosen.size)
 
 
 def in_fp64(q: Tensor, tiles: Sequence[Tensor], chosen: Chosen) -> Tensor:
@@ -143,15 +154,21 @@ def test_attention_over_chosen_blocks_equals_fp64(executor: str, heads: Heads, d
         q, chosen = queries(heads, len(counts), dtype), some_of(counts, sum(pages) * PAGE // SIZE)
         # Torch's operators round weights to the dtype before they meet the values.
         rtol = (3 if executor == "torch" else 0.51) * torch.finfo(dtype).eps + 2e-6
-        out = over_chosen(executor, q, tiles, chosen)
+        out = over_chosen(attention_of(executor, dtype), q, tiles, chosen)
         assert_close(out.double(), in_fp64(q, tiles, chosen), rtol=rtol, atol=rtol if executor == "torch" else 2e-6)
 
 
 @pytest.mark.parametrize("size", [1, 8, 64])
 def test_blocks_may_have_other_sizes(executor: str, size: int) -> None:
-    tiles, q = tiles_of(HEADS[1], torch.float32, 2, 1), queries(HEADS[1], 3, torch.float32)
+    dtype = torch.float32
+    tiles, q = tiles_of(HEADS[1], dtype, 2, 1), queries(HEADS[1], 3, dtype)
     chosen = some_of((1, 2, 5), 3 * PAGE // size, size)
-    assert_close(over_chosen(executor, q, tiles, chosen).double(), in_fp64(q, tiles, chosen), rtol=3e-6, atol=2e-6)
+    assert_close(
+        over_chosen(attention_of(executor, dtype), q, tiles, chosen).double(),
+        in_fp64(q, tiles, chosen),
+        rtol=3e-6,
+        atol=2e-6,
+    )
 
 
 @pytest.mark.few(4)
@@ -165,8 +182,8 @@ def test_all_blocks_give_the_bits_of_all_tokens(
     tiles = tiles_of(heads, dtype, *pages)
     for num_rows, num_tokens in [(1, 1), (1, 2), (1, 3), (1, 4), (5, 9), (64, 130), (64, 255), (1, 257), (3, 320)]:
         q = queries(heads, num_rows, dtype)
-        wanted = over_all(executor, q, tiles, num_tokens)
-        assert torch.equal(over_chosen(executor, q, tiles, all_of(num_rows, num_tokens)), wanted)
+        wanted = over_all(attention_of(executor, dtype), q, tiles, num_tokens)
+        assert torch.equal(over_chosen(attention_of(executor, dtype), q, tiles, all_of(num_rows, num_tokens)), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,18 +191,9 @@ def test_blocks_that_lie_anywhere_give_the_same_bits(executor: str, dtype: torch
     """A block's place is not its number where slots hold some blocks; lists then have the order of the blocks."""
     heads, num_tokens = HEADS[1], 3 * PAGE - 3
     tiles, q = tiles_of(heads, dtype, 3), queries(heads, 9, dtype)
-    wanted = over_all(executor, q, tiles, num_tokens)
-    slots = torch.randperm(3 * PAGE // SIZE, generator=torch.Generator().manual_seed(3))
-    moved = tiles[0].clone()
-
-    def by_block(tile: Tensor) -> Tensor:
-        return tile.unflatten(3, (-1, SIZE)).permute(1, 3, 0, 2, 4, 5)  # [P, S / size, 2, H_kv, size, D]
-
-    number = PAGE // SIZE
-    by_block(moved)[slots // number, slots % number] = by_block(tiles[0]).flatten(0, 1)
-    chosen = all_of(9, num_tokens)
-    places = torch.where(chosen.blocks < 0, -1, slots[chosen.blocks.clamp(min=0).long()]).int()
-    assert torch.equal(over_chosen(executor, q, [moved], Chosen(places, chosen.tokens, SIZE)), wanted)
+    wanted = over_all(attention_of(executor, dtype), q, tiles, num_tokens)
+    moved, chosen = elsewhere(tiles[0], all_of(9, num_tokens))
+    assert torch.equal(over_chosen(attention_of(executor, dtype), q, [moved], chosen), wanted)
 
 
 @pytest.mark.few(3)
@@ -194,24 +202,31 @@ def test_a_rows_attention_has_the_same_bits_beside_any_rows(executor: str, dtype
     heads = HEADS[1]
     tiles, q = tiles_of(heads, dtype, 2, 2), queries(heads, 64, dtype)
     chosen = some_of([1 + 7 * row % 90 for row in range(64)], 4 * PAGE // SIZE)
-    together = over_chosen(executor, q, tiles, chosen)
+    together = over_chosen(attention_of(executor, dtype), q, tiles, chosen)
     for first, count in ((0, 1), (17, 1), (63, 1), (5, 2), (31, 8), (2, 33)):
         own = slice(first, first + count)
         part = Chosen(chosen.blocks[own].contiguous(), chosen.tokens[own].contiguous(), SIZE)
         for number in (1, 2):
             with threads(number):
-                assert torch.equal(over_chosen(executor, q[own].contiguous(), tiles, part), together[own])
+                assert torch.equal(
+                    over_chosen(attention_of(executor, dtype), q[own].contiguous(), tiles, part), together[own]
+                )
 
 
 def test_a_prefills_rows_attend_to_what_they_chose(executor: str) -> None:
     """512 rows at once, each to eight blocks of its own."""
-    heads = HEADS[1]
-    tiles, q = tiles_of(heads, torch.float32, 4), queries(heads, 512, torch.float32)
+    heads, dtype = HEADS[1], torch.float32
+    tiles, q = tiles_of(heads, dtype, 4), queries(heads, 512, dtype)
     index, pooled = normal(512, 4, 16, seed=4), normal(128, 16, seed=5)
     visible = torch.arange(512) // SIZE + 1
     blocks = choice_of(executor)(index, pooled, visible, 8)
     chosen = Chosen(blocks, ((blocks >= 0).sum(1) * SIZE).int(), SIZE)
-    assert_close(over_chosen(executor, q, tiles, chosen).double(), in_fp64(q, tiles, chosen), rtol=3e-6, atol=2e-6)
+    assert_close(
+        over_chosen(attention_of(executor, dtype), q, tiles, chosen).double(),
+        in_fp64(q, tiles, chosen),
+        rtol=3e-6,
+        atol=2e-6,
+    )
     assert torch.equal(blocks[300:301], choice_of(executor)(index[300:301], pooled, visible[300:301], 8))
 
 
@@ -238,6 +253,10 @@ def exact_choice(q: Tensor, pooled: Tensor, visible: Tensor, most: int) -> list[
 def test_the_blocks_with_the_highest_scores_are_chosen_and_of_equal_ones_the_lower(
     executor: str, num_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
+    check_choice(choice_of(executor), num_heads, dim, dtype)
+
+
+def check_choice(choose: Choose, num_heads: int, dim: int, dtype: torch.dtype) -> None:
     """Small whole numbers, so that many scores are equal, and many 0; budgets about the number of visible blocks, and
     far below it."""
     for num_blocks, most in ((1, 3), (40, 40), (40, 41), (257, 16), (700, 200)):
@@ -246,10 +265,10 @@ def test_the_blocks_with_the_highest_scores_are_chosen_and_of_equal_ones_the_low
         q = whole_numbers(len(visible), num_heads, dim, most=1, seed=most, dtype=dtype)
         pooled = whole_numbers(num_blocks, dim, most=1, seed=num_blocks, dtype=dtype)
         q[-1] = 0  # all scores are equal
-        chosen = choice_of(executor)(q, pooled, visible, most)
+        chosen = choose(q, pooled, visible, most)
         assert chosen.dtype == torch.int32
         assert chosen.tolist() == exact_choice(q, pooled, visible, most)
-        assert torch.equal(choice_of(executor)(q, pooled, visible.int(), most), chosen)
+        assert torch.equal(choose(q, pooled, visible.int(), most), chosen)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

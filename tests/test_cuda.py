@@ -20,14 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kit.asked import Asked, alone, together  # noqa: E402
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution  # noqa: E402
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
-from offload.kernels.convolution import short_convolution  # noqa: E402
 from offload.kernels.device import NONE  # noqa: E402
 from offload.kernels.norms import NormWeights  # noqa: E402
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence  # noqa: E402
@@ -293,7 +292,7 @@ def delta_weights(delta: DeltaRule | Mamba2) -> RecurrenceWeights:
 
 
 def in_passes(
-    delta: Recurrence,
+    delta: Recurring,
     weights: RecurrenceWeights,
     rows: torch.Tensor,
     counts: list[int],
@@ -325,14 +324,19 @@ DIVIDED = (
 
 
 def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are_divided() -> None:
-    """With sizes of LFM2 and LFM3, and with odd ones."""
-    run = gpu_kernels(torch.device(DEVICE)).recurrences[ShortConvolution]
-    for own in (ShortConvolution(2048), ShortConvolution(2048, 7), ShortConvolution(33, 4, taps_bias=True)):
-        bias = torch.randn(own.channels, device=DEVICE) if own.taps_bias else None
-        weights = RecurrenceWeights(torch.randn(own.width, own.channels, device=DEVICE), taps_bias=bias)
+    """With sizes of LFM2 and LFM3, and with odd ones. Dilated ones, with sizes of Qwen3.8-Flash-Next, have a GPU's own
+    bits, whose e^x is another."""
+    dilated = DilatedConvolution(10240, 4, 3), DilatedConvolution(33, 3, 2)
+    for own in (*dilated, ShortConvolution(2048), ShortConvolution(2048, 7), ShortConvolution(33, 4, taps_bias=True)):
+        run, by_torch = (each.recurrences[type(own)] for each in (gpu_kernels(torch.device(DEVICE)), NONE))
+        vectors = {name: torch.randn(*shape, device=DEVICE) for name, shape in own.vectors.items()}
+        weights = RecurrenceWeights(**vectors)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            rows = torch.randn(150, sum(own.parts), device=DEVICE).to(dtype)
-            wanted = in_passes(own, weights, rows, [75, 75], short_convolution)
+            rows = torch.randn(150, sum(own.row_parts), device=DEVICE).to(dtype)
+            wanted = in_passes(own, weights, rows, [75, 75], by_torch)
+            if isinstance(own, DilatedConvolution):
+                near, wanted = wanted, in_passes(own, weights, rows, [75, 75], run)
+                torch.testing.assert_close(wanted[0], near[0], rtol=2 * max(torch.finfo(dtype).eps, 1e-6), atol=0)
             for counts, kind in DIVIDED:
                 found = in_passes(own, weights, rows, counts, run, kind)
                 assert all(map(torch.equal, found, wanted)), (own, dtype, counts, kind)

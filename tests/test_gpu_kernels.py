@@ -35,6 +35,8 @@ from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import DeviceKernels  # noqa: E402
 from offload.kernels.gpu import (  # noqa: E402
     activation,
+    choosing,
+    chosen_programs,
     convolution,
     copies,
     delta_programs,
@@ -73,6 +75,7 @@ INTERPRETED = [
     "gpu",
     "delta",
     "convolution",
+    "chosen",
     "prefill",
     "latent_prefill",
     "codes",
@@ -130,7 +133,7 @@ def test_a_gpu_has_kernels_and_they_are_named(on_a_gpu: pytest.MonkeyPatch) -> N
 
 
 def test_a_gpu_leaves_no_operation_to_torch() -> None:
-    assert left_to_torch(GPU_KERNELS) == {"name", "choose"}
+    assert left_to_torch(GPU_KERNELS) == {"name"}
 
 
 def test_the_reason_for_none_is_said(on_a_gpu: pytest.MonkeyPatch) -> None:
@@ -261,6 +264,45 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # keys and values go past the registers
     assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
     assert "tf32" not in found.ptx
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bf16", 256, 12), ("fp16", 128, 4), ("fp32", 64, 1)])
+def test_attention_over_chosen_blocks_compiles_to_wide_loads_and_spills_nothing(
+    capability: int, dtype: str, dim: int, group: int
+) -> None:
+    tiling = Tiling(dim, ITEMSIZE[dtype])
+    shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
+    rest = {"CAP": 0.0, "SIZE": 4, "PAGE": 512, "WIDEN": False}
+    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"blocks": "*i32", "counts": "*i32"}
+    pointers |= {"partials": "*fp32", "sums": "*fp32"}
+    found = compiled(chosen_programs.attend_chosen, capability, pointers, shape | rest, tiling=tiling)
+    assert found.spilled_bytes == 0
+    assert found.registers <= (192 if tiling.itemsize == 2 else 255)
+    assert found.shared_bytes <= 56 * 2**10
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # whole rows, wherever they are
+    assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "heads", "dim"), [("bf16", 4, 128), ("fp16", 2, 16), ("fp32", 4, 128)])
+def test_blocks_are_scored_and_chosen_in_registers(capability: int, dtype: str, heads: int, dim: int) -> None:
+    pointers = {"q": f"*{dtype}", "pooled": f"*{dtype}", "visible": "*i64", "scores": "*fp32"}
+    shape = {"HEADS": heads, "DIM": dim, "PART": choosing.part_of(dim, ITEMSIZE[dtype]), "ROWS": choosing.ROWS}
+    scored = compiled(choosing.score_blocks, capability, pointers, shape | {"KEYS": choosing.KEYS, "WIDEN": False})
+    assert scored.spilled_bytes == 0
+    assert ("mma.sync" in scored.ptx or "wgmma" in scored.ptx) == (dtype != "fp32")
+    pointers = dict.fromkeys(("scores", "numbers", "kept_scores", "kept_numbers"), "*i32") | {"visible": "*i64"}
+    for is_first in (True, False):
+        chunk, most = choosing.chunking(65536, 512)[0], 512
+        found = compiled(
+            choosing.keep_highest, capability, pointers, choosing.constants(chunk, most, is_first=is_first),
+            warps=choosing.CHUNK_WARPS,
+        )  # fmt: skip
+        assert found.spilled_bytes == 0
 
 
 @pytest.mark.few(2)

@@ -116,7 +116,7 @@ class Script:
 
 
 def check(module: ModuleType) -> None:
-    for seed in range(20):
+    for seed in range(10):
         script = Script(module, seed)
         for _ in range(40):
             script.do(script.draw.choice(ACTS))

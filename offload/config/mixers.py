@@ -322,16 +322,11 @@ class Mamba2(HeadStates):
 
 
 @dataclass(frozen=True)
-class ShortConvolution:
-    """The gated short convolution of one layer (LFM2): C * convolution(B * x), where B, C and x are projections of the
-    rows: a mixer with the products B * x of the last tokens instead of keys and values. size: channels, each of which
-    has a causal convolution of its own. width: taps. taps_bias: convolutions have a bias."""
+class Channels:
+    """The sizes of what holds inputs of the last tokens alone, instead of keys and values: a number in each of `size`
+    channels, each of which has a causal convolution of its own."""
 
     size: int
-    width: int = 3
-    bias: bool = False
-    out_bias: bool = False
-    taps_bias: bool = False
 
     norm = None  # of outputs: there is none
     norm_size = 0
@@ -348,8 +343,34 @@ class ShortConvolution:
 
     @property
     def out_size(self) -> int:
-        """Numbers of a row of the output, before the output projection."""
+        """Numbers of a row of the output, before the output projection if there is one."""
         return self.size
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token on which later rows depend: the convolution's inputs."""
+        return self.size
+
+    @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The part of a row that has a number for each of these."""
+        return (0,)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
+        return self.size, 0, 0
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Channels):
+    """The gated short convolution of one layer (LFM2): C * convolution(B * x), where B, C and x are projections of the
+    rows. What is kept are the products B * x. width: taps. taps_bias: convolutions have a bias."""
+
+    width: int = 3
+    bias: bool = False
+    out_bias: bool = False
+    taps_bias: bool = False
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -362,32 +383,16 @@ class ShortConvolution:
         return self.parts
 
     @property
-    def kept(self) -> int:
-        """Numbers of a token on which later rows depend: the products of B and x."""
-        return self.size
-
-    @property
-    def kept_parts(self) -> tuple[int, ...]:
-        """The part that has a number for each of these."""
-        return (0,)
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
-        return self.size, 0, 0
-
-    @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its fp32 tensors, by name: the taps of the convolutions, and their biases if they have some."""
         return {"taps": (self.width, self.size)} | ({"taps_bias": (self.size,)} if self.taps_bias else {})
 
 
 @dataclass(frozen=True)
-class DilatedConvolution:
-    """A causal convolution beside a layer's mixer, of rows as they are: silu(convolution(rows)). size: channels, each
-    of which has a convolution of its own. taps: of it, `dilation` tokens apart. All ranks have all channels."""
+class DilatedConvolution(Channels):
+    """The dilated convolution of rows as they are, beside a layer's mixer: silu(convolution(rows)). taps: of it,
+    `dilation` tokens apart. All ranks have all channels."""
 
-    size: int
     taps: int = 4
     dilation: int = 1
 
@@ -397,29 +402,9 @@ class DilatedConvolution:
         return (self.taps - 1) * self.dilation + 1
 
     @property
-    def channels(self) -> int:
-        """Numbers of a row, which the convolution runs over."""
-        return self.size
-
-    @property
-    def out_size(self) -> int:
-        """Numbers of a row of the output."""
-        return self.size
-
-    @property
     def row_parts(self) -> tuple[int, ...]:
         """Sizes of the parts of a row."""
         return (self.size,)
-
-    @property
-    def kept(self) -> int:
-        """Numbers of a token on which later rows depend: all of its row."""
-        return self.size
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
-        return self.size, 0, 0
 
     @property
     def vectors(self) -> dict[str, tuple[int, ...]]:

@@ -106,7 +106,7 @@ class OperatorAttention:
     def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
         """Each row's tokens are copied together, in pages as those of the runs, and it attends to them at its place in
         a block of rows that are all the same: so its bits are those that a run of the same tokens gives."""
-        _, num_pages, _, page, _ = runs[0].pages.shape
+        num_pages, page = chosen.pages or (runs[0].pages.shape[1], runs[0].pages.shape[3])
         assert not self._masses, "no masses of chosen blocks are kept"
         per_piece = min(num_pages, PAGES) * page // chosen.size
         missing = -len(chosen.tokens) % self._blocks[0].count
@@ -115,15 +115,18 @@ class OperatorAttention:
         for block, own, counts in zip(self._blocks, lists.split(self._blocks[0].count), tokens, strict=True):
             for first in range(0, lists.shape[1], per_piece):
                 some = own[:, first : first + per_piece]
-                block.add(self._attended(block, runs, some, counts - first * chosen.size, chosen.size), 0)
+                own_counts = counts - first * chosen.size
+                block.add(self._attended(block, runs, some, own_counts, chosen.size, page), 0)
 
-    def _attended(self, block: _Block, runs: Sequence[Run], lists: Tensor, counts: Tensor, size: int) -> Part:
+    def _attended(
+        self, block: _Block, runs: Sequence[Run], lists: Tensor, counts: Tensor, size: int, page: int
+    ) -> Part:
         """Attention of the block's row r to the first counts[r] tokens of the blocks lists[r], a whole piece."""
         assert self._rows is not None
         scoring, parts = self._rows.scoring, []
         for row in range(block.count):
             query = block.queries[0][:, row :: block.count].repeat_interleave(block.count, 1)
-            keys, values = attended_rows(_gathered(runs, lists[row], size), joined=scoring.joined)
+            keys, values = attended_rows(_gathered(runs, lists[row], size, page), joined=scoring.joined)
             seen = counts[row].long().expand(query.shape[1])
             part = attend(query, keys, values, seen, scale=scoring.scale, cap=scoring.cap)
             parts.append(Part(part.out[:, row :: block.count], part.lse[:, row :: block.count]))
@@ -230,10 +233,11 @@ def _pieces(run: Run) -> Iterator[tuple[Tensor, int]]:
         yield pages[:, number : number + step], number * pages.shape[3]
 
 
-def _gathered(runs: Sequence[Run], blocks: Tensor, size: int) -> Tensor:
-    """The tokens of blocks [n] of the runs, in pages as theirs: [2, p, H_kv, S, D]. -1 stands for any block."""
-    _, num_pages, num_heads, page, dim = runs[0].pages.shape
-    of_page = page // size
+def _gathered(runs: Sequence[Run], blocks: Tensor, size: int, page: int) -> Tensor:
+    """The tokens of blocks [n] of the runs, in pages of `page` tokens: [2, p, H_kv, page, D]. -1 stands for any
+    block."""
+    _, num_pages, num_heads, own_page, dim = runs[0].pages.shape
+    of_page = own_page // size
 
     def in_tile(run: Run, first: int) -> Tensor:
         """[n, 2, H_kv, size, D]: those blocks of the run, whose first is `first`."""
@@ -245,5 +249,5 @@ def _gathered(runs: Sequence[Run], blocks: Tensor, size: int) -> Tensor:
     for number, run in enumerate(runs[1:], 1):
         first = number * num_pages * of_page
         found = torch.where((blocks >= first)[:, None, None, None, None], in_tile(run, first), found)
-    by_page = found.view(-1, of_page, 2, num_heads, size, dim).permute(2, 0, 3, 1, 4, 5)
+    by_page = found.view(-1, page // size, 2, num_heads, size, dim).permute(2, 0, 3, 1, 4, 5)
     return by_page.reshape(2, -1, num_heads, page, dim)

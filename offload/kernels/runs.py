@@ -10,7 +10,7 @@ Letters: T rows, H query heads, H_kv KV heads, D head dimension, P pages of S to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -83,12 +83,19 @@ class Chosen:
     blocks: int32 [T, n] contiguous, in the order of the sums over them, ascending where they are a cache's, and places
     that are not used at the end (-1): block b has the tokens b * size to (b + 1) * size - 1 of the runs that it is
     attended over. tokens: int32 [T]: how many tokens a row attends to: all of its blocks', the last of which may be
-    incomplete (its first tokens alone). size: tokens of a block, a divisor of a page's and of a span's.
+    incomplete (its first tokens alone). size: tokens of a block, a divisor of a page's and of a span's. pages: of a
+    tile, and tokens of a page: the form in which torch's operators attend to them, by which their sums round; None:
+    that of the runs.
     """
 
     blocks: Tensor
     tokens: Tensor
     size: int
+    pages: tuple[int, int] | None = None
+
+    def of_rows(self, rows: slice) -> Chosen:
+        """The same of some rows."""
+        return replace(self, blocks=self.blocks[rows].contiguous(), tokens=self.tokens[rows].contiguous())
 
 
 class RunAttention(Protocol):

@@ -12,6 +12,7 @@ from offload.config.model import ModelConfig
 from offload.kv.parts import PlacedPart, Shapes, Split, Unit
 from offload.plan.shards import Shard
 
+CONVOLVED = "ngrams"  # the name of the part with the rows that convolutions of n-grams read
 _UNKNOWN = -1
 
 

@@ -335,7 +335,7 @@ class Decoder:
     def _due(self, x: Tensor, layers: Sequence[int]) -> AbstractContextManager[None]:
         """Expect the sums over the ranks of `layers`: after the mixer and after the feed-forward network, and before
         the attention where heads are normed over ranks."""
-        rows, hidden = x.shape
+        rows, hidden = len(x), self.config.hidden_size
         squares = norms_over_ranks(self.config, self._sums)
         blocks = [self.config.blocks[layer] for layer in layers]
         dues = [due for block in blocks for part in dues_of(block, rows, hidden, squares=squares) for due in part]

@@ -137,7 +137,8 @@ class TorchLayers:
             homes.ahead()
 
     def _dues(self, own: Block, block: _Block) -> tuple[list[Due], list[Due]]:
-        return dues_of(own, *block.x.shape, squares=norms_over_ranks(self._config, self._sums))
+        squares = norms_over_ranks(self._config, self._sums)
+        return dues_of(own, len(block.x), self._config.hidden_size, squares=squares)
 
     def _run_steps(
         self,

@@ -128,6 +128,8 @@ def _packing_cache_problem(sizing: Sizing, chunk: int) -> str:
     """The reason why cached numbers cannot cross the link in 12 bits where weights can, or "". chunk: tokens that are
     read together."""
     hardware, target = sizing.hardware, sizing.target
+    if target.indexer is not None:
+        return f"blocks of {target.indexer.ratio} tokens cross by themselves, and {PACKED_TOKENS} are packed together"
     head_dim, groups = (target.kv_dim, 4) if hardware.is_cpu else (target.head_dim, 16)
     if head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu:
         return f"heads have {head_dim} numbers, and a GPU's kernels know up to {WIDEST_GPU_HEAD}"

@@ -16,7 +16,7 @@ from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
 from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
+from offload.plan.sizing import BLOCK_SHARE, NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 from offload.speed.routing import layers_wanted_bytes
 
 TableTier = Literal["device", "host", "file"]
@@ -63,6 +63,7 @@ class Placement:
     shares_experts: bool = field(default=False, metadata={LATER: True})
     expert_places: int = field(default=0, metadata={LATER: True})
     expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, see `Sizing.expert_rows`
+    block_slots: int = field(default=0, metadata={LATER: True})  # of each layer with an indexer, and of a sequence
     ngram_table: TableTier = field(default="host", metadata={LATER: True})  # where tables of n-grams are
     ngram_rows: int = field(default=0, metadata={LATER: True})  # of each in host memory, where it is in its file
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
@@ -105,6 +106,8 @@ def place(sizing: Sizing, capacity: int, composition: Composition, cpu_experts: 
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
     if sizing.num_experts:  # of which a token reads a few, while it reads all of its cache
         choices[1] = frozenset({"weights"})
+    if sizing.target.indexer is not None:  # a pass reads as much of a cache on the host whatever its length
+        choices = [frozenset[str](), frozenset({"weights", "kv"})]
     if not sizing.num_growing:  # no tiles to offload
         choices = [frozenset[str](), frozenset({"weights"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
@@ -164,9 +167,10 @@ class _Filling:
     def placement(self) -> Placement:
         sizing, layers = self.sizing, self._most_layers()
         tiles, slots = self._all_tiles, self._most_slots(layers)
-        if "kv" in self.offload:
+        if "kv" in self.offload and not self._block_slots:
             slots = self._best_slots(layers, slots) if slots else 0
             tiles = self._most_tiles(layers, slots)
+        tiles = 0 if self._block_slots else tiles
         bits, places = self._link_bits, self._most_places(layers, tiles, slots)
         several = sizing.num_devices > 1
         return Placement(
@@ -193,6 +197,7 @@ class _Filling:
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             expert_places=places,
             expert_rows=self._expert_rows,
+            block_slots=self._block_slots,
             ngram_table="file" if sizing.reads_ngrams else "host",
             ngram_rows=sizing.ngram_rows if sizing.reads_ngrams else 0,
             table="host" if self._table else "file" if sizing.maps_table else "device",
@@ -277,8 +282,11 @@ class _Filling:
         if layers < sizing.target.num_layers:
             opened = sizing.layer_bytes if bits < 16 else 0
             sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
-        if "kv" in self.offload:
+        if self._block_slots:
+            sizes["block cache"] = sizing.block_cache_bytes(self._block_slots) + sizing.new_rows_bytes
+        elif "kv" in self.offload:
             sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
+        if "kv" in self.offload:
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * self._expert_rows)
         return _some(sizing.of_all(sizes) | self._of_tiles(tiles))
 
@@ -305,11 +313,25 @@ class _Filling:
             "n-gram tables": 0 if sizing.reads_ngrams else sizing.ngram_tables_bytes,
             "n-gram rows": sizing.ngram_rows_bytes if sizing.reads_ngrams else 0,
             "hidden rows": sizing.hidden_bytes(self.capacity) if streams_cache else 0,
-            "gathered chunks": sizing.fetched_bytes(self.capacity, self.composition) if streams_cache else 0,
+            "gathered chunks": self._gathered if streams_cache else 0,
             **sizing.host_cache_bytes(self.capacity, tiles, self._link_bits),
         }
         host = {name: size * sizing.num_devices for name, size in each.items()}
         return _some(sizing.of_all(host | {"draft experts": self._of_head(places) if slots else 0}))
+
+    @property
+    def _gathered(self) -> int:
+        """Bytes of parts of the cache that are gathered on the host, for each device."""
+        if self._block_slots:
+            return self.sizing.gathered_bytes(self._block_slots)
+        return self.sizing.fetched_bytes(self.capacity, self.composition)
+
+    @cached_property
+    def _block_slots(self) -> int:
+        """Slots of each layer for blocks of a cache on the host from which rows choose; 0 without such."""
+        if "kv" not in self.offload or self.sizing.target.indexer is None:
+            return 0
+        return self.sizing.block_slots(self.capacity, device_room(self.sizing) // BLOCK_SHARE)
 
     @cached_property
     def _streams(self) -> bool:

@@ -38,6 +38,10 @@ KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 _EXPERTS_READ = 0.6  # of the host's read rate, over experts that the CPU runs for a GPU (docs/log.md)
+BLOCK_SLOTS = 1 << 13  # of a layer at most: 96 to 99 % of the chosen blocks are in as many (docs/memory.md)
+BLOCK_SHARE = 16  # of a device's memory one part in so many for them
+CHOOSING_ROWS = 64  # rows that choose, and attend to what they chose, at a time
+_SPAN = 128  # tokens that the CPU's kernels attend to at a time, of which slots have whole numbers
 KEYS_GROWTH = 256  # keys of blocks of a layer, for which room is made at a time
 _NGRAM_SHARE = 0.8  # of host memory, up to which a model with its tables of n-grams is read whole
 NGRAM_ROWS = 1 << 20  # of a table of n-grams in its file, kept in host memory: those of code and talks repeat
@@ -47,7 +51,7 @@ OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
-        *("states", "state checkpoints", "hidden rows of drafts", "block index"),
+        *("states", "state checkpoints", "hidden rows of drafts", "block index", "block cache"),
     )
 )
 
@@ -265,6 +269,32 @@ class Sizing:
         assert indexer is not None
         numbers = block_keys(indexer, capacity + MAX_ROWS) + raw_keys(indexer)
         return self.num_growing * numbers * indexer.head_dim * self.itemsize
+
+    def block_slots(self, capacity: int, room: int) -> int:
+        """Slots of each layer for blocks of keys and values that are on the host, with about `room` bytes: at least so
+        many as a row chooses, with those that new rows begin and end."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        least, every = indexer.most_blocks + 3, -(-(capacity + MAX_ROWS) // indexer.ratio)
+        found = min(max(min(room // self.block_cache_bytes(1), BLOCK_SLOTS), least), every)
+        step = max(_SPAN // indexer.ratio, 1)
+        return -(-found // step) * step
+
+    def block_cache_bytes(self, slots: int) -> int:
+        """Bytes of so many slots of each layer, on each device."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        return self.num_growing * slots * indexer.ratio * self._layer_kv_bytes
+
+    @property
+    def new_rows_bytes(self) -> int:
+        """Bytes of the rows of a pass before they are in their slots, on each device."""
+        return CHOOSING_ROWS * self._layer_kv_bytes
+
+    def gathered_bytes(self, slots: int) -> int:
+        """Bytes of blocks of a layer that are gathered on the host before they cross the link, for each device: a GPU
+        reads them there."""
+        return min(FETCH_BYTES, self.block_cache_bytes(slots) // self.num_growing) if self.hardware.is_cpu else 0
 
     def host_cache_bytes(self, capacity: int, resident: int, bits: int) -> dict[str, int]:
         """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers on the device.

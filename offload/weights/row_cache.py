@@ -2,54 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
+_WAYS = 8  # places that a row may have
+_OUTLIVES = 1 << 12  # reads by which a row that was read again outlives one that was not
+
 
 class RowCache:
-    """Rows by their numbers in a table, in the memory `held`, uint8 [places, bytes of a row]. Without room for another,
-    the first row from a hand on goes that was not read since the hand passed it (CLOCK; Corbato 1968). A row that was
-    never read again goes first, so rows that a long prompt has once do not push the others out."""
+    """Rows by their numbers in a table, in the memory `held`, uint8 [places, bytes of a row]. A row has one of the
+    `_WAYS` places of its set, that of the row that was used the longest ago, where one that was never read again counts
+    as used _OUTLIVES reads earlier: the rows that a long prompt has once do not push the others out. Memory beside
+    `held`: 16 bytes a place."""
 
     def __init__(self, held: Tensor) -> None:
-        self._held = held
-        self._rows = [-1] * len(held)  # by place
-        self._places: dict[int, int] = {}  # by row
-        self._was_read = bytearray(len(held))
-        self._hand = 0
+        ways = min(_WAYS, len(held))
+        self._num_sets = len(held) // ways if ways else 0
+        self._held = held[: self._num_sets * ways]
+        self._rows = torch.full((self._num_sets, ways), -1)  # -1: none
+        self._used = torch.full_like(self._rows, -(2 * _OUTLIVES))
+        self._now = 0  # number of reads
 
-    def read(self, rows: Sequence[int], out: Tensor) -> list[int]:
-        """Copy the rows that are held to their places in `out`, uint8 [n, bytes] -> the places of the others."""
-        found = [self._places.get(row, -1) for row in rows]
-        hits = [at for at, place in enumerate(found) if place >= 0]
-        if hits:
-            places = [found[at] for at in hits]
-            out[torch.tensor(hits)] = self._held[torch.tensor(places)]
-            for place in places:
-                self._was_read[place] = 1
-        return [at for at, place in enumerate(found) if place < 0]
+    def read(self, rows: Tensor, out: Tensor) -> Tensor:
+        """Copy those of `rows`, int64 [n], that are held to their places in `out`, uint8 [n, bytes] -> the places of
+        the others, ascending."""
+        self._now += 1
+        is_held, places = self._places(rows)
+        hits = places[is_held]
+        out[is_held] = self._held[hits]
+        self._used.view(-1)[hits] = self._now
+        return (~is_held).nonzero()[:, 0]
 
-    def write(self, rows: Sequence[int], content: Tensor) -> None:
-        """Hold rows, each once in `rows`: content uint8 [n, bytes]."""
-        places = self._free_places()
-        new = dict[int, int]()  # place in `content` by place here: of two rows that came to one place the later one
-        for at, row in enumerate(rows):
-            if row in self._places or (place := next(places, None)) is None:
-                continue
-            self._places.pop(self._rows[place], None)
-            self._rows[place], self._places[row] = row, place
-            new[place] = at
-        if new:
-            self._held[torch.tensor([*new])] = content[torch.tensor([*new.values()])]
+    def write(self, rows: Tensor, content: Tensor) -> None:
+        """Hold rows, int64 [n], each once: content uint8 [n, bytes]."""
+        is_held, _ = self._places(rows)
+        waiting = (~is_held).nonzero()[:, 0] if self._num_sets else rows[:0]
+        while len(waiting):
+            sets, order = (rows[waiting] % self._num_sets).sort(stable=True)
+            is_first = torch.cat([torch.tensor([True]), sets[1:] != sets[:-1]])  # one of each set at a time
+            sets, own = sets[is_first], waiting[order[is_first]]
+            places = sets * self._rows.shape[1] + self._used[sets].argmin(1)
+            self._rows.view(-1)[places] = rows[own]
+            self._used.view(-1)[places] = self._now - _OUTLIVES
+            self._held[places] = content[own]
+            waiting = waiting[order[~is_first]]
 
-    def _free_places(self) -> Iterator[int]:
-        """The places of the rows that go next."""
-        while self._rows:
-            place = self._hand
-            self._hand = (place + 1) % len(self._rows)
-            if self._was_read[place]:
-                self._was_read[place] = 0
-            else:
-                yield place
+    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """For each row: whether it is held, bool [n], and its place if it is, int64 [n]."""
+        if not self._num_sets:
+            return torch.zeros(len(rows), dtype=torch.bool), rows
+        sets = rows % self._num_sets
+        same = self._rows[sets] == rows[:, None]
+        return same.any(1), sets * self._rows.shape[1] + same.int().argmax(1)

@@ -3,11 +3,10 @@ as soon as they are chosen."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +23,6 @@ from offload.transfer.disk import Disk, Reader
 from offload.transfer.link import Event
 from offload.transfer.memory import Memory, Tier, sent
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.embedding import Embedding
 from offload.weights.file_rows import FileRows
 from offload.weights.fp16 import check_range
 from offload.weights.linear import numbers
@@ -45,12 +43,21 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class HeldTable:
-    """A table in the device's memory or the host's."""
+    """A table in the device's memory or the host's, as numbers of `dtype` or in the checkpoint's encoding."""
 
-    table: Embedding
+    table: Tensor | StoredMatrix
+    device: torch.device
+    dtype: torch.dtype
 
     def begin(self, rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: self.table.rows(rows.flatten().to(self.table.device)).view(*rows.shape, -1)
+        """Gather the rows where the table is: see `Table`. On a GPU nothing waits for what runs there."""
+        if isinstance(self.table, StoredMatrix):
+            own = self.table.rows[sent(rows.flatten().cpu(), self.table.rows.device)]
+            found = numbers(StoredMatrix(own, self.table.encoding), self.dtype)
+        else:
+            found = self.table.index_select(0, sent(rows.flatten().cpu(), self.table.device))
+        found = found if found.device.type == self.device.type else sent(found, self.device)
+        return lambda: found.view(*rows.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def load_table(
         first += len(place)
     table = rows if kind is None else StoredMatrix(rows, kind)
     check_range(table, names[0], dtype)
-    return HeldTable(Embedding(table, memory.device, dtype))
+    return HeldTable(table, memory.device, dtype)
 
 
 class TableFile:
@@ -116,59 +123,56 @@ class TableFile:
         """disk: of NUM_READERS threads, which read nothing else; it closes the files. held: memory on the host for
         rows, uint8 [places, inside.row_bytes]. dtype: of rows. ModelError for a file that was replaced."""
         self._inside, self._disk, self._dtype, self._device = inside, disk, dtype, device
-        self._first_rows, self._cache = inside.first_rows, RowCache(held)
-        self._files = dict[Path, DirectFile]()
+        self._first_rows, self._cache = torch.tensor(inside.first_rows), RowCache(held)
+        self._starts = torch.tensor([shard.start for shard in inside.shards])  # byte of each shard's first row
+        opened = dict[Path, DirectFile]()
         for shard in inside.shards:
-            if shard.path not in self._files:
-                self._files[shard.path] = file = DirectFile(shard.path, shard.state)
+            if shard.path not in opened:
+                opened[shard.path] = file = DirectFile(shard.path, shard.state)
                 disk.files.callback(file.close)
+        self._files = [opened[shard.path] for shard in inside.shards]
         self.stats = TableStats()
 
     def begin(self, rows: Tensor) -> Callable[[], Tensor]:
         """Begin to read rows, each once: see `Table`."""
         chosen, places = rows.cpu().unique(return_inverse=True)
-        assert 0 <= int(chosen[0]) <= int(chosen[-1]) < self._first_rows[-1]
+        assert 0 <= int(chosen[0]) <= int(chosen[-1]) < int(self._first_rows[-1])
         content = torch.empty(len(chosen), self._inside.row_bytes, dtype=torch.uint8)
-        wanted: list[int] = chosen.tolist()
-        missing = self._cache.read(wanted, content)
-        self.stats += TableStats(len(wanted) - len(missing), len(missing))
-        step = max(-(-len(missing) // NUM_READERS), _LEAST)
-        parts = [missing[first : first + step] for first in range(0, len(missing), step)]
-        events = [self._disk.begin(partial(self._read, wanted, part, content)) for part in parts]
+        missing = self._cache.read(chosen, content)
+        self.stats += TableStats(len(chosen) - len(missing), len(missing))
+        parts = missing.split(max(-(-len(missing) // NUM_READERS), _LEAST)) if len(missing) else ()
+        events = [self._disk.begin(partial(self._read, chosen[part], part, content)) for part in parts]
         return partial(self._arrived, events, chosen, places, content, missing)
 
     def _arrived(
-        self, events: Sequence[Event], chosen: Tensor, places: Tensor, content: Tensor, missing: Sequence[int]
+        self, events: Sequence[Event], chosen: Tensor, places: Tensor, content: Tensor, missing: Tensor
     ) -> Tensor:
         for event in events:
             event.synchronize()
-        self._cache.write(chosen[missing].tolist(), content[missing])
+        self._cache.write(chosen[missing], content[missing])
         return sent(self._numbers(chosen, content)[places], self._device)
 
-    def _read(self, wanted: Sequence[int], missing: Sequence[int], content: Tensor, reader: Reader) -> int:
-        """Read the rows wanted[at] to content[at], for each `at` that is missing."""
+    def _read(self, rows: Tensor, places: Tensor, content: Tensor, reader: Reader) -> int:
+        """Read rows to their places in `content`."""
         size, view = self._inside.row_bytes, memoryview(content.numpy().data).cast("B")
-        by_shard = dict[int, list[int]]()
-        for at in missing:
-            by_shard.setdefault(self._shard_of(wanted[at]), []).append(at)
-        for number, own in by_shard.items():
-            shard, first = self._inside.shards[number], self._first_rows[number]
-            starts = [shard.start + (wanted[at] - first) * size for at in own]
-            file = self._files[shard.path]
-            reader.scattered(file, starts, size, (view[at * size : (at + 1) * size] for at in own))
+        shards = torch.searchsorted(self._first_rows, rows, right=True) - 1
+        starts = self._starts[shards] + (rows - self._first_rows[shards]) * size
+        targets = (view[place * size : (place + 1) * size] for place in places.tolist())
+        wanted = zip(shards.tolist(), starts.tolist(), targets, strict=True)
+        for file, own in groupby(wanted, key=lambda each: self._files[each[0]]):
+            _, begins, into = zip(*own, strict=True)
+            reader.scattered(file, begins, size, into)
             file.check()
-        return size * len(missing)
+        return size * len(rows)
 
     def _numbers(self, chosen: Tensor, content: Tensor) -> Tensor:
         """The numbers of rows, ascending: content uint8 [n, bytes] -> [n, numbers of a row] in the dtype."""
-        parts, stops = list[Tensor](), torch.searchsorted(chosen, torch.tensor(self._first_rows)).tolist()
-        for shard, first, begin, end in zip(self._inside.shards, self._first_rows, stops, stops[1:], strict=False):
+        parts, stops = list[Tensor](), torch.searchsorted(chosen, self._first_rows).tolist()
+        firsts = self._first_rows.tolist()
+        for shard, first, begin, end in zip(self._inside.shards, firsts, stops, stops[1:], strict=False):
             if end > begin:
                 parts.append(shard.made(content[begin:end], chosen[begin:end] - first))
         made, kind = torch.cat(parts), self._inside.encoding
         found = numbers(StoredMatrix(made, ENCODINGS[kind]), self._dtype) if kind else made.to(self._dtype)
         check_range(found, self._inside.name, self._dtype)
         return found
-
-    def _shard_of(self, row: int) -> int:
-        return bisect_right(self._first_rows, row) - 1

@@ -24,7 +24,7 @@ from offload.kv.indexed import IndexedCache
 from offload.kv.last_hidden import LastHidden
 from offload.kv.layer_states import LayerStates
 from offload.kv.quantised import QuantisedCache
-from offload.kv.recent_ids import RecentIds
+from offload.kv.recent_ids import CONVOLVED, RecentIds
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import DraftStates, StateCache
@@ -44,7 +44,6 @@ from offload.transfer.memory import Memory
 from offload.worker.models import tile_shape, window_shape
 
 OfLayers = Sequence[ScoringWeights]
-CONVOLVED = "ngrams"  # the part with the rows that convolutions read
 MAX_REACH = 32  # tokens: the limit of a selection's dilation, about the usual length of a block
 
 
@@ -59,7 +58,7 @@ def full_cache(
     make: Callable[..., FullCache] = FullCache
     if (indexer := config.indexer) is not None:
         index = BlockIndex(memory, indexer, scorings=own, dtype=shape.dtype, page_tokens=shape.page_tokens)
-        make = partial(IndexedCache, index=index)
+        make = partial(IndexedCache, index=index, block_slots=placement.block_slots)
     return make(
         memory,
         shape,
@@ -176,6 +175,7 @@ def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
         num_staging=placement.staging_tiles,
         packs=_packs(plan, config),
         raw_pages=placement.raw_pages,
+        by_blocks=config.indexer is not None,
     )
 
 

@@ -277,6 +277,7 @@ class Sizes:
     sinks: int = 2
     window: int = 8
     capacity: int = 192
+    block_slots: int = 24
     any_rows: bool = False  # passes have no padding: kernels give rows their bits among any others
     weight_bits: int = 16  # with fewer and a budget of 0 the target proposes to itself over its whole cache
     kv_bits: int = 16  # with fewer over that in as many bits
@@ -306,7 +307,8 @@ def full_cache(
     own, make = _of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)), FullCache
     if (indexer := config.indexer) is not None:
         index = BlockIndex(memory, indexer, scorings=own, dtype=dtype, page_tokens=sizes.page)
-        make = partial(IndexedCache, index=index)  # type: ignore[assignment]
+        slots = sizes.block_slots if link is not None else 0
+        make = partial(IndexedCache, index=index, block_slots=slots)  # type: ignore[assignment]
     return make(
         memory,
         TileShape(config.num_kv_heads, config.kv_dim, sizes.page, sizes.pages, dtype),
@@ -320,6 +322,7 @@ def full_cache(
             num_staging=sizes.kv_staging,
             packs=best() if packs else None,
             raw_pages=raw_pages,
+            by_blocks=config.indexer is not None,
         ),
         mass_chunk=sizes.chunk if mass else None,
         kernels=kernels_of(decoder),

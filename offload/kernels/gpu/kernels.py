@@ -14,7 +14,16 @@ from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortCo
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
-from offload.kernels.gpu import activation, convolution, copies, delta, experts, quantised_products, stored_products
+from offload.kernels.gpu import (
+    activation,
+    choosing,
+    convolution,
+    copies,
+    delta,
+    experts,
+    quantised_products,
+    stored_products,
+)
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.halves import LatentTiles
 from offload.kernels.gpu.prefill import TritonTiles
@@ -66,6 +75,7 @@ GPU_KERNELS = DeviceKernels(
     whose="GPU",
     order="matrices",
     attention=_attention,
+    choose=choosing.choose,
     prefill=_prefill,
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,

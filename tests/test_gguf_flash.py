@@ -17,23 +17,27 @@ from torch import Tensor
 import test_next_token as heads
 from kit.contract import PROMPT
 from kit.families import save_tiny
-from kit.gguf_flash import with_head
 from kit.gguf_models import write_gguf
-from kit.heads import shapes_of
+from kit.heads import shapes_of, with_head
 from kit.models import Sizes, load, random_tokens, target_cache
 from kit.quantised import level_stats
 from kit.stored import GGUF, YOUNG
 from offload.config.gguf_header import read_header
 from offload.config.reading import read_config
+from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
+from offload.plan.options import Options
 from offload.weights.checkpoint import Checkpoint, check_model
 from test_parity import in_prefill
+from test_placement import TEMPORARY
 
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
 Change = Callable[[gguf.GGUFWriter], None]
 FEW: dict[str, object] = {"indexer_budget": 16, "indexer_n_heads": 2}  # of the 60 tokens here
-LARGE: dict[str, object] = {"head_dim": 32, "indexer_head_dim": 16, "hc_lowrank": 32, "moe_intermediate_size": 32}
+LARGE: dict[str, object] = {
+    "head_dim": 32, "indexer_head_dim": 16, "hc_lowrank": 32, "moe_intermediate_size": 32, "ple_embed_dim": 256,
+}  # fmt: skip
 BLOCKS: dict[str, object] = {**FEW, "hidden_size": 64, "hc_lowrank": 256}  # streams in whole blocks of 256
 RATIOS = "attention.compress_ratios"
 
@@ -82,7 +86,7 @@ def test_matrices_of_streams_stay_in_their_kinds(tmp_path: Path, kind: str) -> N
 
 def headed(root: Path) -> Path:
     sizes = {**shapes_of("qwen3_5_moe"), "linear_num_value_heads": 6}
-    return with_head(save_tiny("qwen4_exp", root / "folder", tokenizer=True, **{**FEW, **sizes, **LARGE}))
+    return with_head(save_tiny("qwen4_exp, n-grams", root / "folder", tokenizer=True, **{**FEW, **sizes, **LARGE}))
 
 
 def test_a_next_token_head_is_the_folders(tmp_path: Path) -> None:
@@ -99,18 +103,29 @@ def test_a_next_token_head_is_the_folders(tmp_path: Path) -> None:
     with Checkpoint.open(path) as checkpoint:
         check_model(checkpoint, config)
     assert torch.equal(logits(path), logits(plain))
-    ours, theirs = (heads.head_logits(each, replace(heads.SIZES, budget=0)) for each in (path, folder))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+    torch.testing.assert_close(heads.head_logits(path), heads.head_logits(folder), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_next_token_head_drafts_what_it_does_not_decide(tmp_path: Path, kind: str) -> None:
     write_gguf(headed(tmp_path), path := tmp_path / "model.gguf", kind=kind)
-    with heads.engine(path, replace(heads.SIZES, gamma=0, draft_gamma=0, budget=0), draft=False, dtype="bf16") as made:
+    with heads.engine(path, replace(heads.SIZES, gamma=0, draft_gamma=0), draft=False, dtype="bf16") as made:
         expected = heads.say(made, PROMPT)
-    with heads.engine(path, replace(heads.SIZES, budget=0), dtype="bf16") as made:
+    with heads.engine(path, dtype="bf16") as made:
         assert heads.say(made, PROMPT) == expected
         assert level_stats(made, "target").drafted_by["draft"] > 0
+
+
+def test_planned_bytes_of_a_file_in_blocks_are_allocated_bytes(tmp_path: Path) -> None:
+    """A head's matrices beside its layer are unpacked, and the model's are not."""
+    write_gguf(headed(tmp_path), path := tmp_path / "model.gguf", kind="Q8_0")
+    plan = plan_request(path, path, Options(device="cpu", dtype="bf16"), num_prompt_tokens=500, max_tokens=20)
+    with Engine.load(plan, path, path, load_tokenizer(path, path)) as made:
+        heads.say(made, random_tokens(500, seed=1), num_tokens=20)
+        ledger = made.worker.memory.allocated()
+    for tier, planned in (("device", plan.placement.device_bytes), ("host", plan.placement.host_bytes)):
+        for name in {*planned} - TEMPORARY - {"gathered chunks"}:
+            assert ledger[tier][name] == pytest.approx(planned[name], rel=0.02), name  # type: ignore[index]
 
 
 @pytest.mark.parametrize("without", ["mtp.fc", "mtp_mixer.hc_norm"])

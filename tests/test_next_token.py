@@ -280,10 +280,10 @@ def test_drafts_have_the_logits_of_the_formula(folders: Callable[[str], Path], n
             level.truncate(stop)
 
 
-def head_logits(folder: Path, sizes: Sizes = SIZES) -> Tensor:
+def head_logits(folder: Path) -> Tensor:
     """Of the head after some drafts of which two were rejected."""
     tokens = random_tokens(30, seed=4)
-    with engine(folder, sizes) as made:
+    with engine(folder) as made:
         target, level = made.worker.levels["target"], made.worker.levels["draft"]
         assert isinstance(level, NextTokenLevel)
         made.worker.prefill(tokens[:17], lambda count: None)

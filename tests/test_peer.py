@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kit.fake_peers import fake_environment
 from kit.families import save_tiny
-from kit.gguf_flash import with_head as with_wide_head
 from kit.gguf_models import write_gguf as write_converted
+from kit.heads import with_head
 from kit.models import (
     DYNAMIC_ROPE,
     GREEDY,
@@ -469,7 +469,7 @@ class TestWheel:
     def test_llama_cpp_writes_what_we_write_of_qwen3_8_flash_next(self, environment, tmp_path, length, name):
         """Beyond the budget of its indexer, at all lengths of the last block."""
         folder = save_tiny(name, tmp_path / "model", tokenizer=True, **GRAMS[name])
-        assert_same_text(environment, with_wide_head(folder), length)
+        assert_same_text(environment, with_head(folder), length)
 
     @pytest.mark.parametrize("name", GEMMA4)
     @pytest.mark.parametrize("length", [1, 3, 150])

@@ -6,14 +6,11 @@ The package gguf has no names for them: these are those of llama.cpp's library.
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FAMILY, ARCH = "qwen4_exp_text", "qwen4exp"
@@ -103,24 +100,3 @@ def add_hashes(writer: gguf.GGUFWriter, tensors: dict[str, Tensor], config: dict
         if key := _HASHES.get(name.rpartition(".")[2]):
             kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64
             writer.add_key_value(f"{ARCH}.ple.{key}", [int(each) for each in tensor], *kinds)
-
-
-def with_head(folder: Path) -> Path:
-    """The model with a random next-token head, whose layer is as its last one, as the authors' checkpoints have it."""
-    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
-    last, hidden = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
-    copied = {last: "mtp.layers.0.", _LAST: "mtp.hyper_connection_mixer."}
-    shapes = {
-        name.replace(before, after): tuple(tensor.shape)
-        for name, tensor in tensors.items()
-        for before, after in copied.items()
-        if name.startswith(before)
-    }
-    shapes |= dict.fromkeys(_JOINED, (hidden, hidden))
-    shapes |= {"mtp.pre_fc_norm_embedding.weight": (hidden,)}
-    shapes |= {"mtp.pre_fc_norm_hidden.weight": (config["hc_count"] * hidden,)}
-    tensors |= {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder

@@ -48,7 +48,7 @@ def put(key: str, value: Any) -> Change:
     """A number, or a list of whole numbers in 64 bits, in the metadata; None: nothing under this key."""
 
     def change(writer: gguf.GGUFWriter) -> None:
-        writer.kv_data[0].pop(f"{writer.arch}.{key}")
+        writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
         if isinstance(value, list) and isinstance(value[0], int):
             kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64
             writer.add_key_value(f"{writer.arch}.{key}", value, *kinds)
@@ -119,6 +119,7 @@ def test_a_table_and_the_matrices_behind_it_stay_in_their_kinds(tmp_path: Path, 
         ("eos_token_id", None, "ple.eos_token_id is missing; it must be a whole number"),
         ("ngram_size", 1, "ple_embed_dim is 0; it must be"),
         ("heads_per_ngram", 3, "ple.head_vocab_sizes is a list of 8; it must be a list of 6"),
+        ("dilation", 2, "ple.dilation is 2; it must be absent or 0: it changes the arithmetic"),
         ("conv_kernel", 9, "ple_conv_kernel_size is 9; it must be a whole number from 1 to 8"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kit.families import save_tiny
 from kit.gguf_models import write_gguf
-from kit.models import Sizes, load, random_tokens, target_cache
+from kit.models import TOKENIZER_SIZE, Sizes, load, random_tokens, target_cache
 from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
@@ -34,12 +34,14 @@ def logits(path: Path) -> Tensor:
     return in_prefill(decoder, target_cache(decoder, SIZES), TOKENS, SIZES.prefill_block)
 
 
-def made(root: Path, *changes: Change, eos: object = END, **form: Any) -> Path:
+def made(root: Path, *changes: Change, eos: object = END, vocab_size: int = 96, **form: Any) -> Path:
     def change(writer: gguf.GGUFWriter) -> None:
         for each in changes:
             each(writer)
 
-    folder = save_tiny("qwen4_exp, n-grams", root / "folder", **{**FIELDS, "eos_token_id": eos})
+    folder = save_tiny(
+        "qwen4_exp, n-grams", root / "folder", **{**FIELDS, "eos_token_id": eos, "vocab_size": vocab_size}
+    )
     write_gguf(folder, root / "model.gguf", change=change, **form)
     return root / "model.gguf"
 
@@ -74,9 +76,11 @@ def test_no_bit_of_the_integers_that_hash_is_lost(tmp_path: Path) -> None:
 
 def test_an_end_of_text_is_the_files_own(tmp_path: Path) -> None:
     """Of several in config.json, llama.cpp's converter takes the last, transformers the first."""
-    own = read_config(made(tmp_path, eos=[3, END]))
+    own = read_config(made(tmp_path, eos=[3, END]))  # whose tokenizer names none
     assert (own.ngrams(1).eos, own.eos_token_ids) == (END, (END,))
     assert read_config(tmp_path / "folder").ngrams(1).eos == 3
+    own = read_config(made(tmp_path, eos=[3, END], vocab_size=TOKENIZER_SIZE))
+    assert (own.ngrams(1).eos, own.eos_token_ids) == (END, (257,))
 
 
 def test_integers_of_another_seed_and_other_sizes_are_the_files(tmp_path: Path) -> None:

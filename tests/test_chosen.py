@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kit.processor import built, on_this_machine, threads
+from offload.kernels.blocks import fetch_blocks
 from offload.kernels.choosing import choose as choose_by_torch
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.rope import RopeTable, Scoring
@@ -112,12 +113,10 @@ def all_of(num_rows: int, num_tokens: int) -> Chosen:
 def elsewhere(tile: Tensor, chosen: Chosen) -> tuple[Tensor, Chosen]:
     """The same blocks at other places of a tile, and the lists of their places."""
 
-    def by_block(tile: Tensor) -> Tensor:
-        return tile.unflatten(3, (-1, SIZE)).permute(1, 3, 0, 2, 4, 5)  # [P, S / size, 2, H_kv, size, D]
-
     number, moved = tile.shape[3] // SIZE, tile.clone()
     slots = torch.randperm(tile.shape[1] * number, generator=torch.Generator().manual_seed(3))
-    by_block(moved)[slots // number, slots % number] = by_block(tile).flatten(0, 1)
+    for slot, block in zip(slots.tolist(), by_block(tile), strict=True):
+        moved.unflatten(3, (-1, SIZE))[:, slot // number, :, slot % number] = block
     places = torch.where(chosen.blocks < 0, -1, slots[chosen.blocks.clamp(min=0).long()]).int()
     return moved, Chosen(places, chosen.tokens, chosen.size)
 
@@ -230,6 +229,41 @@ def test_a_prefills_rows_attend_to_what_they_chose(executor: str) -> None:
     assert torch.equal(blocks[300:301], choice_of(executor)(index[300:301], pooled, visible[300:301], 8))
 
 
+def by_block(tile: Tensor) -> Tensor:
+    """[blocks, 2, H_kv, size, D] of [2, P, H_kv, S, D]."""
+    return tile.unflatten(3, (-1, SIZE)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1)
+
+
+COPIED = (
+    torch.tensor([130, 5, -1, 95, 0, 131, 64, 31], dtype=torch.int32),
+    torch.tensor([3, 0, 2, 7, 11, 4, 15, 9], dtype=torch.int32),
+)
+
+
+def slots_after(tiles: Sequence[Tensor], held: Tensor, wanted: Tensor, slots: Tensor) -> Tensor:
+    """The blocks of `held` after the copy, [blocks, 2, H_kv, size, D]."""
+    found, blocks = by_block(held).clone(), torch.cat([by_block(tile) for tile in tiles])
+    for block, slot in zip(wanted.tolist(), slots.tolist(), strict=True):
+        if block >= 0:
+            found[slot] = blocks[block]
+    return found
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_are_copied_from_tiles_to_slots(name: str, dtype: torch.dtype) -> None:
+    """From three tiles to pages of another size; what is not wanted stays, and nothing else is written."""
+    tiles, held = tiles_of(HEADS[1], dtype, 2, 2, 1), normal(2, 2, KV_HEADS, 32, 32, seed=7, dtype=dtype)
+    wanted = slots_after(tiles, held, *COPIED)
+    for number in (1, 2):
+        copied = held.clone()
+        fetch_blocks(tiles, COPIED[0], copied, COPIED[1], SIZE, kernels=built(name), threads=number)
+        assert torch.equal(by_block(copied), wanted)
+    (whole,) = tiles_of(HEADS[1], dtype, 1)
+    fetch_blocks([whole[:, 0]], COPIED[0][4:5], held, COPIED[1][4:5], SIZE, kernels=built(name))
+    assert torch.equal(by_block(held)[11], by_block(whole)[0])
+
+
 # The choice.
 
 
@@ -259,7 +293,7 @@ def test_the_blocks_with_the_highest_scores_are_chosen_and_of_equal_ones_the_low
 def check_choice(choose: Choose, num_heads: int, dim: int, dtype: torch.dtype) -> None:
     """Small whole numbers, so that many scores are equal, and many 0; budgets about the number of visible blocks, and
     far below it."""
-    for num_blocks, most in ((1, 3), (40, 40), (40, 41), (257, 16), (700, 200)):
+    for num_blocks, most in ((0, 3), (1, 3), (40, 40), (40, 41), (257, 16), (700, 200)):
         visible = torch.tensor([0, 1, 2, num_blocks // 2, num_blocks - 1, num_blocks, most - 1, most, most + 1])
         visible = visible.clamp(max=num_blocks)
         q = whole_numbers(len(visible), num_heads, dim, most=1, seed=most, dtype=dtype)

@@ -27,9 +27,12 @@ from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
+from offload.kernels.choosing import choose  # noqa: E402
 from offload.kernels.device import NONE  # noqa: E402
 from offload.kernels.norms import NormWeights  # noqa: E402
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence  # noqa: E402
+from offload.kernels.rope import RopeTable, Scoring  # noqa: E402
+from offload.kernels.runs import Chosen, Rows, Run  # noqa: E402
 from offload.model.passes import forward  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
@@ -340,6 +343,40 @@ def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are
             for counts, kind in DIVIDED:
                 found = in_passes(own, weights, rows, counts, run, kind)
                 assert all(map(torch.equal, found, wanted)), (own, dtype, counts, kind)
+
+
+def test_chosen_blocks_are_those_of_exact_scores_whatever_rows_are_beside_a_row() -> None:
+    """Of small whole numbers, whose sums are exact and often equal; then of any numbers."""
+    own, generator = gpu_kernels(torch.device(DEVICE)), torch.Generator().manual_seed(0)
+    q = torch.randint(-1, 2, (70, 4, 128), generator=generator).bfloat16().to(DEVICE)
+    pooled = torch.randint(-1, 2, (20_000, 128), generator=generator).bfloat16().to(DEVICE)
+    visible = torch.randint(0, 20_001, (70,), generator=generator).to(DEVICE)
+    assert torch.equal(own.choose(q, pooled, visible, 512), choose(q, pooled, visible, 512))
+    q, pooled = (torch.randn(each.shape, generator=generator).bfloat16().to(DEVICE) for each in (q, pooled))
+    together = own.choose(q, pooled, visible, 512)
+    for first, count in ((0, 1), (15, 2), (63, 7)):
+        rows = slice(first, first + count)
+        assert torch.equal(own.choose(q[rows], pooled, visible[rows], 512), together[rows])
+
+
+def test_attention_over_all_blocks_has_the_bits_of_attention() -> None:
+    """Of rows whose last block is incomplete, and of one whose is whole."""
+    own, generator, tokens = gpu_kernels(torch.device(DEVICE)), torch.Generator().manual_seed(0), 2051
+    table = torch.ones(tokens, 256), torch.zeros(tokens, 256)
+    scoring = Scoring(RopeTable(*(each.bfloat16().to(DEVICE) for each in table)))
+    pages = torch.randn(2, 5, 2, 512, 256, generator=generator).bfloat16().to(DEVICE)
+    q = torch.randn(4, 24, 256, generator=generator).bfloat16().to(DEVICE)
+    rows, run = Rows(q, q[:, :2], q[:, :2], scoring, tokens - 4, tokens - 4), Run(pages, tokens)
+    seen = torch.arange(tokens - 3, tokens + 1, dtype=torch.int32, device=DEVICE)
+    blocks = torch.arange(513, dtype=torch.int32, device=DEVICE).repeat(4, 1)
+    chosen = Chosen(blocks.where(4 * blocks < seen[:, None], -1), seen, 4)
+    attention = own.attention(dtype=torch.bfloat16, page=512)
+    attention.begin(rows, [tokens])
+    attention.attend(run)
+    wanted = attention.merge()[0]
+    attention.begin(rows, [tokens])
+    attention.attend_chosen([run], chosen)
+    assert torch.equal(attention.merge()[0], wanted)
 
 
 def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:

@@ -15,7 +15,7 @@ from offload.plan.shards import Shard
 from test_delta import with_a_bug
 
 EOS, CONTEXT = 2, 3
-ACTS = ("pass", "prefill", "cut", "copy", "session", "draft")
+ACTS = ("pass", "prefill", "cut", "copy", "session")
 
 
 class Script:
@@ -74,10 +74,8 @@ class Script:
             self.run(2, 2)  # the other goes on
             self.ids, self.text = other, self.text[:count]
             self.cut(count)
-        elif act == "session":
-            self.restore()
         else:
-            self.drafted()
+            self.restore()
 
     def cut(self, length: int) -> None:
         del self.text[length:]
@@ -102,17 +100,6 @@ class Script:
         self.ids, self.known = other, False
         self.cut(stop)
         assert all(other.reachable(place) == place for place in self.states.places)
-
-    def drafted(self) -> None:
-        """Two tokens at a time, the second time of other ids; from before the exact end on, too."""
-        drafts, length = self.module.DraftedIds(CONTEXT, self.ids), len(self.text)
-        behind = max(length - self.draw.randint(0, 1), 0)
-        start = behind if self.ids.reachable(behind) == behind else length
-        first, again, then = (self.some(2) for _ in range(3))
-        drafts.note(first, start)
-        assert drafts.note(again, start).tolist() == self.before(start) + again
-        text = ([EOS] * CONTEXT + self.text + again[length - start :])[-CONTEXT:]
-        assert drafts.note(then, start + 2).tolist() == text + then
 
 
 def check(module: ModuleType) -> None:
@@ -142,9 +129,6 @@ BUGS = {
     "a restored sequence keeps its own": ("        del self._ids[length:]\n", ""),
     "a restored sequence can be cut anywhere": ("while _UNKNOWN in self._ids", "while False and self._ids"),
     "restored ids are a place late": ("first = max(place - self._context, 0)", "first = max(place - self._context, 1)"),
-    "drafts follow the first ones": ("between = [self._drafted[place]", "between = [5"),
-    "drafts follow the sequence alone": ("*between][-self", "][-self"),
-    "drafts that lag behind follow its end": ("known = min(start, self._exact.length)", "known = self._exact.length"),
 }
 
 

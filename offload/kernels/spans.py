@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.attention import Part
+from offload.kernels.blocks import described, halves
 from offload.kernels.runs import Chosen, Rows, Run
 from offload.native import interface
 from offload.native.interface import DTYPES, Library
@@ -110,19 +111,14 @@ class SpanAttention:
 
     def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
         """Memory besides the scratch: the keys and values of a span for each thread."""
-        a, first, threads = self._attention, runs[0].pages, torch.get_num_threads()
-        _, num_pages, _, page, dim = first.shape
-        blocks, tokens = chosen.blocks, chosen.tokens
-        assert page % self.span == self.span % chosen.size == 0
+        a, threads, dim = self._attention, torch.get_num_threads(), runs[0].held.shape[-1]
+        blocks, tokens, tiles = chosen.blocks, chosen.tokens, described([run.held for run in runs], chosen.size)
+        assert tiles.page % self.span == self.span % chosen.size == 0
         assert not a.chunks, "no masses of chosen blocks are kept"
+        assert int(tokens.max()) <= a.slots * self.span, "more than `begin` was told of"
         assert blocks.is_contiguous()
         assert blocks.dtype == tokens.dtype == torch.int32
-        assert all(run.held.stride(-3) == first.stride(2) for run in runs)
-        keys, values = (_array(each) for each in zip(*(_halves(run.held) for run in runs), strict=True))
-        lists = interface.Chosen(
-            blocks.data_ptr(), tokens.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values), blocks.shape[1],
-            chosen.size, first.stride(2), first.stride(1), page, num_pages * page, self.span,
-        )  # fmt: skip
+        lists = interface.Chosen(tiles, blocks.data_ptr(), tokens.data_ptr(), blocks.shape[1], self.span)
         room = self._library.chosen_room(self._code, dim * (1 + a.joined), a.group, self.span, a.joined)
         self._scratch = _at_least(self._scratch, threads * room)
         self._library.attend_chosen(
@@ -165,7 +161,7 @@ class SpanAttention:
             return
         page, whole = held.shape[-2], held.dim() == 5
         num_pages, page_stride = (held.shape[1], held.stride(1)) if whole else (1, 0)
-        r.keys, r.values = _halves(held)
+        r.keys, r.values = halves(held)
         r.head_stride, r.page_stride, r.page, r.room = held.stride(-3), page_stride, page, num_pages * page
         r.first, r.query, r.windowed = run.first, run.query, run.windowed
 
@@ -173,16 +169,6 @@ class SpanAttention:
         """[..., parts of chunks] -> [..., chunks]; the last one may be of a few parts only."""
         parts = self._chunk // self._part
         return mass if parts == 1 else pad(mass, (0, -mass.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1)
-
-
-def _halves(held: Tensor) -> tuple[int, int]:
-    """The addresses of a run's keys and values."""
-    keys = held.data_ptr()
-    return keys, keys + held.stride(0) * held.itemsize
-
-
-def _array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _at_least(scratch: Tensor, num_floats: int) -> Tensor:

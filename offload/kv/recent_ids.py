@@ -93,20 +93,3 @@ class RecentIds(PlacedPart):
 
     def _extend(self, length: int) -> None:
         self._ids.extend([_UNKNOWN] * (length - self.length))
-
-
-class DraftedIds:
-    """The ids of tokens that a level drafts after a sequence's own, `exact`."""
-
-    def __init__(self, context: int, exact: RecentIds) -> None:
-        self._context, self._exact, self._drafted = context, exact, dict[int, int]()  # by place
-
-    def note(self, ids: Sequence[int] | Tensor, start: int) -> Tensor:
-        """A forward of these tokens begins at place `start`, as `RecentIds.note`. Those before it are the sequence's,
-        and after its end the last ones that were noted."""
-        noted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        known = min(start, self._exact.length)
-        between = [self._drafted[place] for place in range(known, start)]
-        before = [*self._exact.before(known), *between][-self._context :]
-        self._drafted = dict(enumerate([*between, *noted], known))
-        return torch.tensor([*before, *noted])

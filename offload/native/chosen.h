@@ -8,16 +8,31 @@
 #pragma once
 #include "attention.h"
 
-// blocks: of row t at blocks + t * most, of `size` tokens each. tokens: [T], of each row's list; its last block may be
-// incomplete. keys, values: of each tile; tiles have `tile` tokens in pages of `page`, both multiples of `size`, and
-// strides as those of a Run. span: a multiple of `size`.
-struct Chosen {
-    const int32_t* blocks;
-    const int32_t* tokens;
+// Tiles, one after the other, in blocks of `size` tokens. keys, values: of each; they have `tile` tokens in pages of
+// `page`, both multiples of `size`, and strides as those of a Run.
+struct Tiles {
     const void* const* keys;
     const void* const* values;
-    int64_t most, size;
-    int64_t head_stride, page_stride, page, tile, span;
+    int64_t head_stride, page_stride, page, tile, size;
+};
+
+// blocks: of row t at blocks + t * most. tokens: [T], of each row's list; its last block may be incomplete. span: a
+// multiple of a block.
+struct Chosen {
+    Tiles tiles;
+    const int32_t* blocks;
+    const int32_t* tokens;
+    int64_t most, span;
+
+    int64_t size() const { return tiles.size; }
+};
+
+// A copy of block blocks[i] of some tiles to block slots[i] of others, unless it is negative.
+struct Fetching {
+    Tiles from, to;
+    const int32_t* blocks;
+    const int32_t* slots;
+    int64_t count, kv_heads, dim;
 };
 
 namespace chosen {
@@ -34,17 +49,17 @@ struct Place {
     using element = typename E::element;
     const element *keys, *values;
 
-    Place(const Chosen& c, int64_t block, int64_t head, int64_t dim) {
-        const int64_t token = block * c.size, number = token / c.tile, at = token % c.tile;
-        const int64_t offset = at / c.page * c.page_stride + at % c.page * dim + head * c.head_stride;
-        keys = static_cast<const element*>(c.keys[number]) + offset;
-        values = static_cast<const element*>(c.values[number]) + offset;
+    Place(const Tiles& t, int64_t block, int64_t head, int64_t dim) {
+        const int64_t token = block * t.size, number = token / t.tile, at = token % t.tile;
+        const int64_t offset = at / t.page * t.page_stride + at % t.page * dim + head * t.head_stride;
+        keys = static_cast<const element*>(t.keys[number]) + offset;
+        values = static_cast<const element*>(t.values[number]) + offset;
     }
 };
 
 // Whether the part's tokens are one after the other in a page.
 inline bool is_run(const Chosen& c, const Part& p) {
-    const int64_t last = (p.count - 1) / c.size, of_page = c.page / c.size;
+    const int64_t last = (p.count - 1) / c.size(), of_page = c.tiles.page / c.size();
     for (int64_t i = 1; i <= last; i++)
         if (p.blocks[i] != p.blocks[0] + i) return false;
     return p.blocks[0] / of_page == p.blocks[last] / of_page;
@@ -54,9 +69,9 @@ inline bool is_run(const Chosen& c, const Part& p) {
 template <class E>
 void gather(const Chosen& c, const Part& p, int64_t head, int64_t dim, typename E::element* keys,
             typename E::element* values) {
-    for (int64_t at = 0; at < p.count; at += c.size) {
-        const int64_t rest = p.count - at, numbers = (rest < c.size ? rest : c.size) * dim;
-        const Place<E> from(c, p.blocks[at / c.size], head, dim);
+    for (int64_t at = 0; at < p.count; at += c.size()) {
+        const int64_t rest = p.count - at, numbers = (rest < c.size() ? rest : c.size()) * dim;
+        const Place<E> from(c.tiles, p.blocks[at / c.size()], head, dim);
         __builtin_memcpy(keys + at * dim, from.keys, numbers * sizeof *keys);
         __builtin_memcpy(values + at * dim, from.values, numbers * sizeof *values);
     }
@@ -82,7 +97,7 @@ void attend_one(const Attention& a, const Chosen& c, const Part& p, int64_t row,
     auto keys = reinterpret_cast<typename E::element*>(scratch), values = keys + c.span * dim;
     Span span{keys, values, 0, p.count, p.slot, 0, false};
     if (is_run(c, p)) {
-        const Place<E> there(c, p.blocks[0], head, dim);
+        const Place<E> there(c.tiles, p.blocks[0], head, dim);
         span.keys = there.keys, span.values = there.values;
     } else {
         gather<E>(c, p, head, dim, keys, values);
@@ -100,8 +115,21 @@ void attend(const Attention& a, const Chosen& c, float* scratch, int64_t room, i
     threads::in_phases<None>(how_many, &items, 1, [&](int, int64_t item, None&, int thread) {
         const int64_t row = item % a.rows, head = item / a.rows % a.kv_heads, slot = item / a.rows / a.kv_heads;
         const int64_t first = slot * c.span, rest = c.tokens[row] - first;
-        const Part part{c.blocks + row * c.most + first / c.size, rest < c.span ? rest : c.span, slot};
+        const Part part{c.blocks + row * c.most + first / c.size(), rest < c.span ? rest : c.span, slot};
         attend_one<E>(a, c, part, row, head, scratch + thread * room);
+    });
+}
+
+template <class E>
+void fetch(const Fetching& f, int64_t how_many) {
+    using element = typename E::element;
+    const size_t bytes = f.from.size * f.dim * sizeof(element);
+    threads::each(how_many, f.count, [&](int64_t i) {
+        for (int64_t head = 0; f.blocks[i] >= 0 && head < f.kv_heads; head++) {
+            const Place<E> from(f.from, f.blocks[i], head, f.dim), to(f.to, f.slots[i], head, f.dim);
+            __builtin_memcpy(const_cast<element*>(to.keys), from.keys, bytes);
+            __builtin_memcpy(const_cast<element*>(to.values), from.values, bytes);
+        }
     });
 }
 

@@ -101,12 +101,27 @@ class Attention(ctypes.Structure):
     ]
 
 
+class Tiles(ctypes.Structure):
+    """Tiles in blocks of tokens, see chosen.h. kept: what they are described by."""
+
+    kept: object
+    _fields_ = [*_pointers("keys", "values"), *_integers("head_stride", "page_stride", "page", "tile", "size")]
+
+
 class Chosen(ctypes.Structure):
-    """Lists of blocks to attend to, and the tiles that they are in, see chosen.h."""
+    """Lists of blocks to attend to, see chosen.h."""
+
+    _fields_ = [("tiles", Tiles), *_pointers("blocks", "tokens"), *_integers("most", "span")]
+
+
+class Fetching(ctypes.Structure):
+    """A copy of blocks between tiles, see chosen.h."""
 
     _fields_ = [
-        *_pointers("blocks", "tokens", "keys", "values"),
-        *_integers("most", "size", "head_stride", "page_stride", "page", "tile", "span"),
+        ("source", Tiles),
+        ("target", Tiles),
+        *_pointers("blocks", "slots"),
+        *_integers("count", "kv_heads", "dim"),
     ]
 
 
@@ -192,6 +207,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
     "chosen_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
     "attend_chosen": (None, [c_int64, POINTER(Attention), POINTER(Chosen), c_void_p, c_int64, c_int64]),
+    "fetch_blocks": (None, [c_int64, POINTER(Fetching), c_int64]),
     "choose": (None, [c_int64, POINTER(Choosing), c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),

@@ -25,6 +25,8 @@ _HALVINGS = 31  # until two of them are one apart
 def choose(q: Tensor, pooled: Tensor, visible: Tensor, most: int) -> Tensor:
     """See `kernels.choosing.choose`. Memory: the scores of 64 rows, and as much again for what is left of them."""
     most = min(most, len(pooled))
+    if not most:
+        return visible.new_empty(len(q), 0, dtype=torch.int32)
     if len(q) > MOST_ROWS:
         parts = zip(q.split(MOST_ROWS), visible.split(MOST_ROWS), strict=True)
         return torch.cat([choose(rows, pooled, own, most) for rows, own in parts])

@@ -1,7 +1,7 @@
 """Experts in slots: which ones the rows of a text choose, how many of them slots hold, and what that saves over a link.
 
 usage: python benchmarks/routing.py --model DIR [--texts FILE,FILE] [--stretches 15] [--length 256] [--gamma 7]
-                                    [--link-gbps 0.05] [--prompts 4]
+                                    [--link-gbps 0.05] [--prompts 4] [--choices FILE]
 
 Stretches of each text are read as they are, and the first half of each is continued by the model, greedily and at
 temperature 1; the experts that each row chooses are recorded. "repeated": the share of a row's experts that the next
@@ -12,7 +12,8 @@ the first quarter of the passes fills the slots and is not counted. "it wants": 
 wants. "by growth": hits that follow from the growth of distinct experts with a power of the rows.
 
 Then the model decodes with its experts behind a link, plainly and with lookups, with two slots of each
-layer ("none") and with slots for shares of its experts. --link-gbps 0: not.
+layer ("none") and with slots for shares of its experts. --link-gbps 0: not. --choices: a file for what the rows of the
+texts choose as they are read, for split.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import recordings
 import texts
 import torch
 from report import about, emit, say, table
@@ -234,12 +236,13 @@ def record(engine: Engine, recorder: Recorder, stretch: list[int], way: str, num
     return recorder.last(rows)
 
 
-def of_texts(model: Path, tokens: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
-    """The numbers of each text and way. tokens: the stretches of each text, by its name."""
+def of_texts(model: Path, tokens: dict[str, list[list[int]]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """The numbers of each text and way, and what the rows of each text choose as it is read, int64 [rows, layers,
+    used]. tokens: the stretches of each text, by its name."""
     length = max(len(each) for own in tokens.values() for each in own)
     config = read_config(model)
     assert config.experts is not None
-    options, runs = Options(speculation=False, device="cpu"), list[dict[str, Any]]()
+    options, runs, chosen = Options(speculation=False, device="cpu"), list[dict[str, Any]](), dict[str, Tensor]()
     plan = plan_request(model, None, options, num_prompt_tokens=length, max_tokens=length)
     with Engine.load(plan, model, None, load_tokenizer(model, None)) as engine:
         recorder = Recorder(engine)
@@ -249,7 +252,9 @@ def of_texts(model: Path, tokens: dict[str, list[list[int]]]) -> list[dict[str, 
                 numbers = measured(Choices.of(found, config.experts.count), config.experts, num_experts_of(config))
                 runs.append({"text": name, "way": way} | numbers)
                 say(f"{name}, {way}: {numbers['repeated']:.2f} repeated")
-    return runs
+                if way == "read":
+                    chosen[name] = torch.cat(found)
+    return runs, chosen
 
 
 def num_experts_of(config: ModelConfig) -> int:
@@ -373,6 +378,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=7)
     parser.add_argument("--link-gbps", type=float, default=0.05)
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--choices", type=Path)
     args = parser.parse_args()
     experts, tokenizer = read_config(args.model).experts, load_tokenizer(args.model, None)
     if experts is None:
@@ -382,7 +388,9 @@ def main() -> None:
         file.stem: stretches(tokenizer.encode(file.read_text(encoding="utf-8")), args.length, args.stretches)
         for file in files
     }
-    runs = of_texts(args.model, tokens)
+    runs, chosen = of_texts(args.model, tokens)
+    if args.choices:
+        recordings.save(args.choices, chosen, experts.count)
     show(runs, experts)
     half = args.length // 2
     prompts = [stretch[:half] for own in tokens.values() for stretch in own[: args.prompts]]

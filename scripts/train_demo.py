@@ -4,6 +4,7 @@
     scripts/fetch_corpus.sh corpus
     python scripts/train_demo.py --corpus corpus --out build            # every step, in order
     python scripts/train_demo.py --corpus corpus --out build draft evaluate
+    python scripts/train_demo.py --corpus corpus --out build mixture    # a small mixture, for benchmarks/routing.py
 
 Each step leaves its result under --out (the models in demo-target and demo-draft) and resumes from its checkpoint
 when it is run again.  Needs torch >= 2.13 (Muon), transformers >= 5, numpy, and a C++ compiler for torch.compile.
@@ -60,6 +61,16 @@ def make_evaluation(source: Path, paths: Paths) -> None:
     print(json.dumps(evaluate.evaluate(load_corpus(paths), paths), indent=2, ensure_ascii=False))
 
 
+def make_mixture(source: Path, paths: Paths) -> None:
+    """Trains a mixture of experts on the same books and Python's library, with a tokenizer of its own, and saves it."""
+    paths = Paths(paths.out / "mixture")
+    if not paths.tokens.exists():
+        documents = corpus.build(source, paths.documents, library=True)
+        tokenizer.encode(tokenizer.train(documents, paths.tokenizer), documents, paths.tokens)
+    steps.train_mixture(load_corpus(paths), paths)
+    save(settings.MIXTURE, "mixture", "mixture", paths)
+
+
 STEPS: dict[str, Callable[[Path, Paths], None]] = {
     "corpus": make_corpus,
     "tokenizer": make_tokenizer,
@@ -68,6 +79,7 @@ STEPS: dict[str, Callable[[Path, Paths], None]] = {
     "draft": make_draft,
     "evaluate": make_evaluation,
 }
+APART: dict[str, Callable[[Path, Paths], None]] = {"mixture": make_mixture}  # of the pair's steps
 
 
 def load_corpus(paths: Paths) -> Corpus:
@@ -86,8 +98,9 @@ def main() -> None:
     """Runs the steps asked for."""
     parser = argparse.ArgumentParser(description="Rebuild the embedded demo pair.")
     parser.add_argument(
-        "steps", nargs="*", choices=[[], *STEPS], metavar="step", help=f"{', '.join(STEPS)} (default: all, in order)"
-    )
+        "steps", nargs="*", choices=[[], *STEPS, *APART], metavar="step",
+        help=f"{', '.join(STEPS)} (default: all these, in order); or {', '.join(APART)}",
+    )  # fmt: skip
     parser.add_argument("--corpus", type=Path, required=True, help="folder made by scripts/fetch_corpus.sh")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and models")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
@@ -97,7 +110,7 @@ def main() -> None:
     for name in args.steps or STEPS:
         print(f"== {name}", file=sys.stderr, flush=True)
         began = time.monotonic()
-        STEPS[name](args.corpus, Paths(args.out))
+        (STEPS | APART)[name](args.corpus, Paths(args.out))
         print(f"== {name} done in {(time.monotonic() - began) / 60:.1f} min", file=sys.stderr, flush=True)
 
 

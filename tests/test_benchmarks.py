@@ -22,6 +22,7 @@ from kit.fake_peers import fake_environment
 from kit.families import save_tiny
 from kit.models import TOKENIZER_SIZE, random_model, save
 from offload.config.reading import read_config
+from offload.errors import UsageError
 from offload.kernels.cpu import kernels
 from offload.metrics import ExpertStats
 from offload.speed.rates import FOLDER_VARIABLE
@@ -31,11 +32,12 @@ from triforce_cli.documents.selection import Named
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))  # last: one of them is called as one here
 
+import recordings
 from gguf_file import metadata, store_with, vocabulary
 from mixtures import kind_of
 from relay import Relay
 from report import lines, read
-from routing import hits_apart
+from routing import Choices, hits_apart, measured
 from server import Server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -484,11 +486,38 @@ def test_a_split_is_compared_with_the_link_and_whole_layers(run: Run) -> None:
     assert "of the better" in table
 
 
+def played(run: Run, path: Path, tokens: int, rows: int) -> dict[tuple[str, float], dict[str, Any]]:
+    """What is measured of recorded choices whose misses all cross the link, by text and share of slots."""
+    args = ("--tokens", str(tokens), "--rows", str(rows), "--cpu-gbps", "25", "--slow", "1", "--expert-mb", ".01")
+    written, _ = run("split.py", "--choices", str(path), *args)
+    return {(each["text"], each["share"]): each for each in read(written)[1] if each["policy"] == "link"}
+
+
+def test_a_split_plays_recorded_choices_in_their_order(run: Run, tmp_path: Path) -> None:
+    """Of 10 experts, 2 a row. In layer 0 rows choose 0 and 1 alone, in layer 1 four experts in turn."""
+    rows = [[[0, 1], [4 + 2 * (row % 2), 5 + 2 * (row % 2)]] for row in range(8)]
+    chosen = torch.tensor(rows)
+    recordings.save(tmp_path / "both", {"turns": chosen, "same": chosen[::2]}, 10)
+    found = played(run, tmp_path / "both", 4, 1)
+    assert {name: each["misses"] for name, each in found.items()} == {
+        ("turns", 0.2): 2 + 4 * 2, ("turns", 0.4): 2 + 4, ("turns", 0.6): 2 + 4,
+        ("same", 0.2): 4, ("same", 0.4): 4, ("same", 0.6): 4,
+    }  # fmt: skip
+    assert all(each["hit_rate"] == 1 - each["misses"] / 16 for each in found.values())
+    recordings.save(tmp_path / "turns", {"turns": chosen}, 10)
+    of_two = played(run, tmp_path / "turns", 4, 2)
+    assert of_two["turns", 0.4]["misses"] == 6
+    assert of_two["turns", 0.4]["hit_rate"] == 1 - 6 / (4 * (2 + 4))
+    with pytest.raises(UsageError, match=r"8 rows of turns, 5 passes of 2 rows .* --tokens 4"):
+        played(run, tmp_path / "turns", 5, 2)
+
+
 def test_routing_counts_what_the_rows_of_a_text_choose(run: Run, tmp_path: Path) -> None:
     """Of a random mixture. Where all experts have slots, nothing crosses the link twice."""
     model = save_tiny("qwen3_moe", tmp_path / "model", tokenizer=True, vocab_size=TOKENIZER_SIZE, eos_token_id=None)
-    (text := tmp_path / "some.txt").write_text("It is a truth universally acknowledged. " * 8)
+    (text := tmp_path / "some.txt").write_text("".join(f"Truth {n * n} is acknowledged. " for n in range(40)))
     args = ("--texts", str(text), "--stretches", "2", "--length", "32", "--prompts", "1", "--link-gbps", "1")
+    args += ("--choices", str(tmp_path / "choices"))
     written, table = run("routing.py", "--model", str(model), *args)
     shared, rows = read(written)
     texts, linked = rows[:3], rows[3:]
@@ -500,11 +529,15 @@ def test_routing_counts_what_the_rows_of_a_text_choose(run: Run, tmp_path: Path)
         counts = [each["distinct"][rows] for rows in sorted(each["distinct"], key=int)]
         assert 1 <= counts[0] <= 2
         assert counts == sorted(counts)
-        assert counts[-1] <= 8 / 3
+        assert counts[-1] <= 8 / 3 + 1e-5  # six digits are written
         assert all(0 <= hit <= 1 for of_rows in each["hits"].values() for own in of_rows.values() for hit in own)
     assert [(each["share"], each["gamma"], each["way"]) for each in linked] == [
         (share, gamma, way) for share in (0, 0.2, 0.4, 0.6) for gamma in (0, 7) for way in ("greedy", "sampled")
     ]
+    chosen = recordings.load(tmp_path / "choices")["some"]
+    assert (chosen.experts.count, chosen.chosen.shape) == (8, (64, read_config(model).num_layers, 3))
+    counted = measured(Choices.of(chosen.chosen.split(32), 8), chosen.experts, 8 * chosen.chosen.shape[1])
+    assert counted["hits"]["shared"][1] == pytest.approx(texts[0]["hits"]["shared"]["1"], rel=1e-5)
     assert linked[12]["hit_rate"] > linked[0]["hit_rate"]
     assert linked[12]["bytes"] < linked[0]["bytes"]
     assert "repeated" in table

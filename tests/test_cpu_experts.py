@@ -37,7 +37,8 @@ from offload.speed.routing import distinct_experts
 from offload.transfer.link import PacedLink
 from offload.transfer.memory import Memory
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.experts import HostExperts, in_prefill, load_experts
+from offload.weights.experts import HostExperts, in_prefill, load_experts, prefill_turn
+from offload.weights.prefill_experts import PrefillExperts
 from offload.weights.streamed_experts import StreamedExperts
 from offload.worker import curve_timer
 from offload.worker.curve_timer import timed
@@ -115,7 +116,9 @@ class TestThePlan:
         made = planned(linked(25.0), Options(cpu_experts=99))
         sizing = Sizing(MIXTURE, None, Options(), GPU, "bf16")
         assert made.placement.cpu_experts == NUM_LAYERS
-        assert made.placement.device_bytes["expert slots"] == 16 * sizing.largest_expert_bytes
+        assert made.placement.staged_experts == 2**28 // sizing.largest_expert_bytes == 27
+        assert made.placement.device_bytes["expert slots"] == made.placement.prefill_bytes
+        assert 0 <= made.placement.prefill_bytes - 27 * sizing.largest_expert_bytes < 256  # torch makes the rest
         assert made.predicted.missed_bytes == 0
 
     def test_counts_the_cpus_seconds_and_not_the_links(self) -> None:
@@ -176,20 +179,22 @@ class TestThePlan:
         self, has_kernels: bool, rows: int, groups: int
     ) -> None:
         """As many as what experts make of them has 512 MiB for; a block where torch's operators run them. Those that
-        are in slots are not waited for, and neither are those that come ahead."""
+        are in slots or, of the rows before, in staging slots, are not fetched again."""
         options = Options(cpu_experts=0, speculation=False, dtype="bf16")
         sizes = {"num_prompt_tokens": 20480 + BLOCK_ROWS, "max_tokens": 100}
-        both = (linked(rate, has_kernels=has_kernels) for rate in (2.0, 1.0))
+        both = (linked(rate, has_kernels=has_kernels) for rate in (0.2, 0.1))
         fast, slow = (Request(MIXTURE, None, options, each).plan(**sizes) for each in both)
         assert fast.placement.expert_rows == slow.placement.expert_rows == rows
         more = slow.predicted.prefill_seconds - fast.predicted.prefill_seconds
         experts = Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
-        assert (slots := fast.placement.expert_slots) == slow.placement.expert_slots
-        assert more == pytest.approx(groups * experts * (1 - slots / 128) / 2e9, rel=0.01)
+        assert fast.placement.expert_slots == slow.placement.expert_slots
+        lent = -(-fast.placement.prefill_bytes * 128 // experts)
+        held = fast.placement.expert_slots - lent + fast.placement.staged_experts
+        assert more == pytest.approx((1 + (groups - 1) * max(1 - held / 128, 0)) * experts / 2e8, rel=0.01)
 
     def test_waits_for_no_expert_that_comes_ahead_of_the_choice(self) -> None:
-        """As many as there are slots, if rows want nearly all: the link is as busy, behind computation. Those in the
-        file do not come ahead."""
+        """But for a bank of staging slots, if rows want nearly all: the link is as busy, behind computation. Those in
+        the file do not come ahead, so a bank is waited for in each layer."""
         options = Options(cpu_experts=0, speculation=False, dtype="bf16")
         made, experts = planned(linked(25.0), options), Sizing(MIXTURE, None, options, GPU, "bf16").experts_bytes(128)
 
@@ -197,15 +202,16 @@ class TestThePlan:
             hardware = linked(rate, disk_read=1e18)
             sizing = Sizing(MIXTURE, None, options, hardware, "bf16")
             placement = replace(made.placement, expert_slots=slots, expert_places=places, expert_rows=2048)
-            placement = replace(placement, cpu_experts=by_cpu, shares_experts=False)
+            placement = replace(placement, cpu_experts=by_cpu, shares_experts=False, staged_experts=16, prefill_bytes=0)
             return Cost(sizing, placement, made.request.capacity, made.composition).prefill(tokens)
 
         computed = seconds(4096, 1e9, 128)
-        assert seconds(4096, 100.0, 128) == pytest.approx(computed, rel=0.01)
-        assert seconds(4096, 100.0, 32) == pytest.approx(computed + 2 * 0.75 * experts / 1e11, rel=0.01)
+        bank = 8 / 128 * experts
+        assert seconds(4096, 100.0, 128) == pytest.approx(computed + bank / 24 / 1e11, rel=1e-6)
+        assert seconds(4096, 100.0, 32) == pytest.approx(computed + bank / 24 / 1e11, rel=1e-6)
         assert seconds(4096, 1.0, 128) == pytest.approx(experts / 1e9, rel=0.01)
-        assert seconds(4096, 100.0, 32, 96) == pytest.approx(computed + 1.75 * experts / 1e11, rel=0.01)
-        held = 0.75 * 32 / 128 + 0.25 * 16 / 128  # a quarter of the layers has a prefill's 16 slots
+        assert seconds(4096, 100.0, 32, 96) == pytest.approx(computed + 2 * bank / 1e11, rel=1e-6)
+        held = 0.75 * (32 + 16) / 128 + 0.25 * 16 / 128  # a quarter of the layers has staging slots alone
         assert seconds(4096, 1.0, 32, by_cpu=6) == pytest.approx((2 - held) * experts / 1e9, rel=0.01)
         few = distinct_experts(Experts(FeedForward(1408), 128, 8), 32) / 128
         assert few < 0.9
@@ -272,14 +278,21 @@ def test_a_prefill_fetches_experts_before_their_router_has_chosen(
     best()
     folder, greedy = folders("qwen3_moe"), SamplingParams(temperature=0.0)
     expected, *_ = said(folder, greedy, **options | {"cpu_experts": None})
-    fetched, batches, ahead = list[tuple[int, bool]](), StreamedExperts.batches, StreamedExperts.ahead
-    monkeypatch.setattr(StreamedExperts, "ahead", lambda own: (ahead(own), setattr(own, "came", True))[0])
+    fetched, ahead = list[tuple[int, bool]](), PrefillExperts.ahead
+    batches: Any = {kind: kind.batches for kind in (StreamedExperts, PrefillExperts)}
 
-    def seen(own: StreamedExperts, chosen: torch.Tensor) -> Iterator[Batch]:
-        fetched.append((len(chosen), own.__dict__.pop("came", False) and own.stats.fetched_bytes > 0))
-        return batches(own, chosen)
+    def noted(own: PrefillExperts, *then: Any, **busy: Any) -> None:
+        ahead(own, *then, **busy)
+        vars(own).update(came=True)
 
-    monkeypatch.setattr(StreamedExperts, "batches", seen)
+    def seen(own: Any, chosen: torch.Tensor) -> Iterator[Batch]:
+        came = own.__dict__.pop("came", False) and sum(each.stats.fetched_bytes for each in own.parts) > 0
+        fetched.append((len(chosen), came))
+        return batches[type(own)](own, chosen)
+
+    monkeypatch.setattr(PrefillExperts, "ahead", noted)
+    for kind in batches:
+        monkeypatch.setattr(kind, "batches", seen)
     found, *_ = said(folder, greedy, offload=WEIGHTS, **options)
     assert found == expected
     assert {rows > 32 for rows, came in fetched if came} == {True}
@@ -301,12 +314,13 @@ def test_the_last_layers_are_the_cpus(shared: bool, folders: Callable[[str], Pat
         found = load_experts(checkpoint, config, memory, on_cpu=1, shared=shared, **given)
     assert [type(each) for each in found] == [type(None), StreamedExperts, StreamedExperts if shared else HostExperts]
     both = [each for each in found if each is not None]
-    assert [in_prefill(each) is each for each in both] == [True, False]
     of_prefill = in_prefill(both[1])
-    assert isinstance(of_prefill, StreamedExperts)
-    for _ in range(4):  # in a prefill the CPU runs none
-        assert all(batch.bank is of_prefill.bank for batch in of_prefill.batches(torch.tensor([0, 1, 2, 3])))
-    assert of_prefill.stats.by_cpu == 0
+    assert isinstance(of_prefill, StreamedExperts if shared else PrefillExperts)
+    with prefill_turn(found, 1, 1):  # a layer without slots needs staging slots for any number of rows
+        for _ in range(4):  # in a prefill the CPU runs none
+            assert all(batch.bank is of_prefill.bank for batch in of_prefill.batches(torch.tensor([0, 1, 2, 3])))
+    parts = of_prefill.parts if isinstance(of_prefill, PrefillExperts) else [of_prefill]
+    assert sum(each.stats.by_cpu for each in parts) == 0
     link.close()
 
 

@@ -23,8 +23,10 @@ from offload.config.networks import Experts, FeedForward
 from offload.config.norm import Norm
 from offload.formats.stored import StoredMatrix
 from offload.kernels import experts as twin
+from offload.kernels import experts_scratch
 from offload.kernels.experts import Bank, Batch, Mixture, Router, chosen
-from offload.kernels.experts_cpu import MOST_ROWS, scratch_bytes
+from offload.kernels.experts_cpu import MOST_ROWS, MixtureCalls
+from offload.kernels.experts_scratch import scratch_bytes
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.plan.composition import PLAIN
@@ -263,6 +265,7 @@ def test_an_expert_that_is_in_no_batch_of_a_row_is_not_asked_for() -> None:
     class InBatches:
         whole: ResidentExperts
         size: int
+        room: None = None
 
         @property
         def bank(self) -> Bank:
@@ -335,3 +338,43 @@ def test_layers_with_experts_have_what_their_bytes_say() -> None:
             config = config_of(experts, *encodings)
             for dtype in DTYPES:
                 assert layout_of(config, dtype).num_bytes == config.expert_bytes(dtype.itemsize)
+
+
+class _Alternating:
+    """Experts that are in another bank each time they are wanted."""
+
+    def __init__(self, *homes: ResidentExperts) -> None:
+        self.homes, self.bank = list(homes), homes[0].bank
+
+    def batches(self, chosen: Tensor) -> Iterator[Batch]:
+        self.homes.append(self.homes.pop(0))
+        yield from self.homes[-1].batches(chosen)
+
+
+@pytest.mark.parametrize("name", on_this_machine())
+def test_prepared_calls_give_the_bits_of_fresh_ones_for_any_rows_and_bank_in_turn(name: str) -> None:
+    own, experts = built(name), MIXTURES["softmax over all"]
+    given, other = (scene(experts, torch.bfloat16, 9, *["Q4_0"] * 3, seed=seed) for seed in (1, 2))
+    rows, out = given.rows, torch.empty_like(given.rows)
+    homes = _Alternating(given.homes, other.homes)
+    calls = MixtureCalls(own, given.mixture, homes, rows, out)  # type: ignore[arg-type]
+    for count in (2, 9, 2, 5, 9, 9):
+        bank = homes.homes[0]
+        calls.run(count)
+        assert own.experts is not None
+        assert torch.equal(out[:count], own.experts(given.mixture, bank, rows[:count]))
+
+
+def test_prepared_calls_use_the_scratch_that_they_borrow_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they were prepared for, another thread may have borrowed."""
+    given, spare = scene(MIXTURES["biases"], torch.float32, 4), list[Tensor]()
+    monkeypatch.setattr(experts_scratch, "_spare", spare)
+    own, out = built(on_this_machine()[0]), torch.empty_like(given.rows)
+    calls = MixtureCalls(own, given.mixture, given.homes, given.rows, out)
+    calls.run(4)
+    (first,) = spare
+    assert not first.eq(255).all()
+    first.fill_(255)
+    spare.clear()
+    calls.run(4)
+    assert first.eq(255).all()

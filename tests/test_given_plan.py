@@ -53,6 +53,8 @@ LATER = {  # plans of before do not have them
     ("placement", "expert_places"): 0,
     ("predicted", "read_bytes"): 0,
     ("placement", "expert_rows"): 512,
+    ("placement", "staged_experts"): 0,
+    ("placement", "prefill_bytes"): 0,
     ("predicted", "missed_bytes"): 0,
     ("predicted", "hit_rate"): 1.0,
 }

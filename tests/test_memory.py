@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from kit.processor import best
 from kit.quantised import SHAPES
 from offload.errors import DoesNotFit
 from offload.pages.tiles import TileShape, TileStore
-from offload.transfer.memory import Memory
+from offload.transfer.memory import Memory, Tier
 
 CPU = torch.device("cpu")
 RETRIEVAL = Sizes(gamma=5, draft_gamma=2, lookup=True)
@@ -136,3 +137,14 @@ def test_the_ledger_is_read_while_another_thread_writes_to_it() -> None:
     for thread in threads:
         thread.join()
     assert memory._ledger["host", "another 0"] == -8
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_blocks_of_a_cpu_ask_for_huge_pages(tier: Tier) -> None:
+    block = Memory(CPU).allocate((4 * 2**20,), torch.uint8, tier=tier, purpose="huge")
+    assert not block.any()
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    ends = [(*(int(end, 16) for end in each.split(" ", 1)[0].split("-")), each) for each in mappings]
+    (own,) = [each for first, stop, each in ends if first <= block.data_ptr() < stop]
+    assert "hg" in own.split("VmFlags:")[1].split()

@@ -89,16 +89,18 @@ class Batch:
 
 class Room:
     """Memory on a device that the layers of a model use in turns: graphs of their passes would else own some for each
-    layer."""
+    layer. is_lent: whether it is a prefill's alone, which needs it for what experts make of its rows."""
+
+    is_lent = False
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self._tensors: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
-    def take(self, name: str, like: Tensor) -> Tensor:
-        """A tensor of the shape, dtype and device of `like`: the same one for the same name."""
-        key = name, like.shape, like.dtype
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor, with any numbers: the same one for the same name, shape and dtype."""
+        key = name, shape, dtype
         if key not in self._tensors:
-            self._tensors[key] = torch.empty_like(like)
+            self._tensors[key] = torch.empty(shape, dtype=dtype, device=device)
         return self._tensors[key]
 
 
@@ -116,9 +118,11 @@ class ExpertHomes(Protocol):
     @property
     def on_host(self) -> bool: ...
 
-    def ahead(self) -> None:
+    def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
         """Begin to fetch experts before their router has chosen, as far as there is room for them. A layer whose rows
-        want nearly all of them calls it before its attention."""
+        want nearly all of them calls it before its attention. then: the next layer's, which may be fetched to shared
+        slots that these do not need; is_last: none of which they need after the coming rows. busy: shared slots that
+        others need."""
         ...
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:

@@ -4,10 +4,8 @@ alone."""
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -17,16 +15,13 @@ from torch import Tensor
 from offload.config.networks import Experts, FeedForward
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Mixture
+from offload.kernels.experts_scratch import Parts, borrowed, parts_of, share_parts, views_of, widened_of
 from offload.kernels.norms import NormWeights
-from offload.kernels.products import Step, address, structure_of, widened_floats
+from offload.kernels.products import Step, address, structure_of
 from offload.native import interface as native
 from offload.native.interface import DTYPES, Library
 
 MOST_ROWS = 512  # at a time, of a pass
-_LINE = 64  # bytes
-_COLUMNS = 32  # outputs of a panel, at most
-_Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each piece of scratch, in their order
-_spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out meanwhile
 
 
 def run_experts(
@@ -49,7 +44,7 @@ def run_experts(
     out = torch.empty_like(rows if latents is None else latents)
     besides, reads = (repeat(None) if each is None else each.split(MOST_ROWS) for each in (beside, latents))
     for some, other, read, to in zip(rows.split(MOST_ROWS), besides, reads, out.split(MOST_ROWS), strict=False):
-        _run(mixture, homes, some, read, other, to, kernels)
+        MixtureCalls(kernels, mixture, homes, some, to, beside=other, latents=read).run(len(some))
     return out
 
 
@@ -67,7 +62,7 @@ def run_many(
     are made once for all of its rows, and rounded to the dtype. Temporary memory: `scratch_bytes` of the rows."""
     assert real is None
     out = torch.empty_like(rows if latents is None else latents)
-    _run(mixture, homes, rows, latents, beside, out, kernels, many=True)
+    MixtureCalls(kernels, mixture, homes, rows, out, beside=beside, latents=latents, many=True).run(len(rows))
     return out
 
 
@@ -92,103 +87,82 @@ def run_share(
     assert rows.shape[1] % EXPERT_ALIGNMENT == 0
     pairs, made = list[Tensor](), list[Tensor]()
     for some, own in zip(rows.split(MOST_ROWS), chosen.split(MOST_ROWS), strict=True):
-        parts = _share_parts(experts.network, own.numel(), experts.count, rows.shape[1], rows.dtype, widens=True)
-        with _scratch(parts) as scratch:
-            found, of_pairs = _run_share(experts, bank, places, some, own, scratch, fixed, kernels)
+        parts = share_parts(experts.network, own.numel(), experts.count, rows.shape[1], rows.dtype, widens=True)
+        with borrowed(parts) as block:
+            found, of_pairs = _run_share(experts, bank, places, some, own, views_of(parts, block), fixed, kernels)
         pairs.append(found + MOST_ROWS * len(pairs) * chosen.shape[1])
         made.append(of_pairs)
     return (pairs[0], made[0]) if len(pairs) == 1 else (torch.cat(pairs), torch.cat(made))
 
 
-def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, dtype: torch.dtype, *, threads: int = 0) -> int:
-    """Bytes of temporary memory for `num_rows` rows of a pass, or of a prefill on so many threads."""
-    return _total_bytes(_parts(experts, num_rows, hidden_size, dtype, threads))
+class MixtureCalls:
+    """A mixture over the first rows of tensors that stay where they are: prepared once for each number of rows."""
 
+    def __init__(
+        self,
+        kernels: Library,
+        mixture: Mixture,
+        homes: ExpertHomes,
+        rows: Tensor,
+        out: Tensor,
+        *,
+        beside: Tensor | None = None,
+        latents: Tensor | None = None,
+        many: bool = False,
+    ) -> None:
+        """rows, out, beside, latents: see `RunExperts`, [n, ...] contiguous; out may be latents. many: of a prefill."""
+        self._mixture, self._homes, self._rows, self._out, self._beside = mixture, homes, rows, out, beside
+        self._library, self._many = kernels.library, many
+        self._read, self._own_norm = (rows, mixture.norm) if latents is None else (latents, None)
+        self._prepared: dict[int, _Call] = {}
+        self._address = 0  # of the scratch that they use
+        assert rows.shape[1] % EXPERT_ALIGNMENT == self._read.shape[1] % EXPERT_ALIGNMENT == 0
+        assert all(each.is_contiguous() for each in (rows, self._read, out, mixture.router.matrix))
+        assert mixture.router.matrix.dtype == torch.float32
+        assert beside is None or beside.is_contiguous()
 
-def _total_bytes(parts: _Parts) -> int:
-    return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts.values())
+    def run(self, num_rows: int) -> None:
+        """Fill the first `num_rows` rows of `out`. Temporary memory: `scratch_bytes`."""
+        threads, library, dtype = torch.get_num_threads(), self._library, DTYPES[self._rows.dtype]
+        known = self._prepared.get(num_rows)
+        parts = self._parts(num_rows, threads) if known is None else known.parts
+        with borrowed(parts, self._homes.room if self._many else None) as block:
+            if block.data_ptr() != self._address:
+                self._address, known = block.data_ptr(), None
+                self._prepared.clear()
+            if known is None:
+                known = self._prepared[num_rows] = self._prepare(parts, block)
+            at, to_lay = ctypes.byref(known.structure), num_rows
+            library.route(dtype, at, num_rows, threads)
+            for batch in self._homes.batches(known.scratch["chosen"]):
+                if batch.bank is not known.bank:
+                    self._change_bank(known, batch.bank)
+                known.structure.bank_place = batch.places.data_ptr()
+                if self._many:
+                    library.run_many_experts(dtype, at, to_lay, threads)
+                    to_lay = 0
+                else:
+                    library.run_experts(dtype, at, threads)
+            library.sum_experts(dtype, at, num_rows, threads)
 
+    def _parts(self, num_rows: int, threads: int) -> Parts:
+        hidden, dtype = self._rows.shape[1], self._rows.dtype
+        return parts_of(self._mixture.experts, num_rows, hidden, dtype, threads if self._many else 0)
 
-def _share_parts(network: FeedForward, pairs: int, count: int, row: int, dtype: torch.dtype, *, widens: bool) -> _Parts:
-    """The shapes and dtypes of scratch for `pairs` pairs of a row of `row` numbers and one of `count` experts. widens:
-    whether products widen rows."""
-    lines, size = pairs + min(pairs, count) * (EXPERT_ALIGNMENT - 1), network.size
-    floats, integers = torch.float32, torch.int32
-    parts: _Parts = {"inner": ((lines, size), dtype), "made": ((lines, row), dtype)}
-    if widens:
-        widened = (("first", row), ("second", row), ("third", size))
-        parts |= {name: ((widened_floats(lines, inputs),), floats) for name, inputs in widened}
-    lists = {"line_of": (pairs,), "row_of": (lines,), "expert_of": (lines,), "starts": (2, count)}
-    return parts | {name: (shape, integers) for name, shape in lists.items()}
-
-
-def _parts(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype, threads: int = 0) -> _Parts:
-    """The shapes and dtypes of scratch for `_run`, with what routes rows. threads: of a prefill."""
-    row, pairs = experts.row_size(hidden), num_rows * experts.used
-    parts = _share_parts(experts.network, pairs, experts.count, row, dtype, widens=not threads)
-    if threads:
-        parts["laid"] = (num_rows, row), dtype
-        parts["decoded"] = (threads, 2, _COLUMNS, max(row, experts.network.size)), dtype
-    return parts | {
-        "normed": ((num_rows, hidden), torch.float32),
-        "scores": ((num_rows, experts.num_scores), torch.float32),
-        "chosen": ((num_rows, experts.used), torch.int32),
-        "weights": ((pairs,), torch.float32),
-    }
-
-
-@contextmanager
-def _scratch(parts: _Parts) -> Iterator[Mapping[str, Tensor]]:
-    """Scratch for a call. It is kept for the next one."""
-    need = _total_bytes(parts)
-    block = _spare.pop() if _spare else torch.empty(0, dtype=torch.uint8)
-    if len(block) < need:
-        block = torch.empty(need, dtype=torch.uint8)
-    views, start = {}, 0
-    for name, (shape, dtype) in parts.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        views[name] = block[start : start + num_bytes].view(dtype).view(shape)
-        start += _padded(num_bytes)
-    yield views
-    _spare[:] = [block]
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _LINE) * _LINE
-
-
-def _run(
-    mixture: Mixture,
-    homes: ExpertHomes,
-    rows: Tensor,
-    latents: Tensor | None,
-    beside: Tensor | None,
-    out: Tensor,
-    kernels: Library,
-    *,
-    many: bool = False,
-) -> None:
-    experts, router, norm = mixture.experts, mixture.router, mixture.norm
-    read, own_norm = (rows, norm) if latents is None else (latents, None)
-    assert rows.shape[1] % EXPERT_ALIGNMENT == read.shape[1] % EXPERT_ALIGNMENT == 0
-    assert read.is_contiguous()
-    assert rows.is_contiguous()
-    assert router.matrix.is_contiguous()
-    assert router.matrix.dtype == torch.float32
-    assert beside is None or beside.is_contiguous()
-    threads, bank = torch.get_num_threads(), homes.bank
-    with _scratch(_parts(experts, len(rows), rows.shape[1], rows.dtype, threads if many else 0)) as scratch:
-        gate, down = _steps(experts.network, bank.places[0], read, own_norm, scratch)
-        routed = ("normed", "scores", "chosen", "weights", *(("laid", "decoded") if many else ()))
+    def _prepare(self, parts: Parts, block: Tensor) -> _Call:
+        mixture, bank, scratch = self._mixture, self._homes.bank, views_of(parts, block)
+        experts, router = mixture.experts, mixture.router
+        gate, down = _steps(experts.network, bank.places[0], self._read, self._own_norm, scratch)
+        routed = ("normed", "scores", "chosen", "weights", *(("laid", "decoded") if self._many else ()))
         structure = native.Experts(
-            scored=structure_of(replace(gate, x=rows, norm=router.norm or norm), _widened(scratch)[:2]),
+            scored=structure_of(replace(gate, x=self._rows, norm=router.norm or mixture.norm), widened_of(scratch)[:2]),
             **_share_fields(experts, bank, gate, down, scratch),
             router=address(router.matrix),
             router_bias=address(router.bias),
             router_scale=address(router.scale),
             **{name: scratch[name].data_ptr() for name in routed},
-            beside=address(beside),
-            out=out.data_ptr(),
+            beside=address(self._beside),
+            out=self._out.data_ptr(),
             used=experts.used,
             num_scores=experts.num_scores,
             renormalised=experts.renormalised,
@@ -207,21 +181,23 @@ def _run(
             **dict(zip(("factor", "sum_factor", "both_factor"), experts.factors, strict=True)),
             eps=experts.eps,
         )
-        dtype, at, to_lay = DTYPES[rows.dtype], ctypes.byref(structure), len(rows)
-        kernels.library.route(dtype, at, len(rows), threads)
-        for batch in homes.batches(scratch["chosen"]):
-            if batch.bank is not bank:
-                bank = batch.bank
-                steps = _steps(experts.network, bank.places[0], read, own_norm, scratch)
-                for name, value in _share_fields(experts, bank, *steps, scratch).items():
-                    setattr(structure, name, value)
-            structure.bank_place = batch.places.data_ptr()
-            if many:
-                kernels.library.run_many_experts(dtype, at, to_lay, threads)
-                to_lay = 0
-            else:
-                kernels.library.run_experts(dtype, at, threads)
-        kernels.library.sum_experts(dtype, at, len(rows), threads)
+        return _Call(parts, structure, scratch, bank)
+
+    def _change_bank(self, call: _Call, bank: Bank) -> None:
+        experts, call.bank = self._mixture.experts, bank
+        steps = _steps(experts.network, bank.places[0], self._read, self._own_norm, call.scratch)
+        for name, value in _share_fields(experts, bank, *steps, call.scratch).items():
+            setattr(call.structure, name, value)
+
+
+@dataclass
+class _Call:
+    """A prepared call. bank: that the structure has."""
+
+    parts: Parts
+    structure: native.Experts
+    scratch: Mapping[str, Tensor]
+    bank: Bank
 
 
 def _run_share(
@@ -272,8 +248,8 @@ def _steps(
 def _share_fields(
     experts: Experts, bank: Bank, gate: Step, down: Step, scratch: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The fields of native.Experts for what experts make of their rows. scratch: of `_share_parts`."""
-    first, second, third = _widened(scratch)
+    """The fields of native.Experts for what experts make of their rows. scratch: of `share_parts`."""
+    first, second, third = widened_of(scratch)
     return {
         "gate_up": structure_of(gate, (first, second)),
         "down": structure_of(down, (third, third)),
@@ -282,8 +258,3 @@ def _share_fields(
         "lines": len(scratch["made"]),
         **{name: scratch[name].data_ptr() for name in ("line_of", "row_of", "expert_of", "starts")},
     }
-
-
-def _widened(scratch: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """Scratch for widened rows of gate, of up and of down; any where nothing is widened."""
-    return [scratch.get(name, scratch["made"]) for name in ("first", "second", "third")]

@@ -36,7 +36,7 @@ from offload.model.sums import OneRank, Sums, dues_of
 from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
 from offload.weights.embedding import Embedding
-from offload.weights.experts import in_prefill
+from offload.weights.experts import in_prefill, prefill_turn
 from offload.weights.layers import ResidentLayers
 from offload.weights.loader import Weights
 from offload.weights.streams import StreamWeights
@@ -204,16 +204,17 @@ class Decoder:
         between two blocks. Peak memory: one block's intermediates besides `rows`.
         """
         step = rows.block if on_hidden is not None and self.config.shares_windows else max(len(tokens), 1)
-        for first in range(0, len(tokens), step):
+        with prefill_turn(self.weights.experts, len(tokens), rows.together):
+            for first in range(0, len(tokens), step):
 
-            def done(num_tokens: int, first: int = first) -> None:
-                on_tokens(first + num_tokens)
+                def done(num_tokens: int, first: int = first) -> None:
+                    on_tokens(first + num_tokens)
 
-            def take(start: int, x: Tensor, first: int = first) -> None:
-                assert on_hidden is not None
-                on_hidden(first + start, x)
+                def take(start: int, x: Tensor, first: int = first) -> None:
+                    assert on_hidden is not None
+                    on_hidden(first + start, x)
 
-            self._append(cache, tokens[first : first + step], rows, done, take if on_hidden is not None else None)
+                self._append(cache, tokens[first : first + step], rows, done, take if on_hidden is not None else None)
 
     def _append(
         self,
@@ -242,8 +243,9 @@ class Decoder:
                     given: Callable[[int, Tensor], Tensor | None] = partial(self._given, layer, on_host[start:])
                     if of_ngrams is not None:
                         given = partial(_of_block, of_ngrams, start)
+                    run = partial(self._prefill.run_blocks, is_last=start + len(x) == len(tokens))
                     done = 0
-                    for count in self._prefill.run_blocks(layer, weights, x, _mixing(cache), rows.block, given):
+                    for count in run(layer, weights, x, _mixing(cache), rows.block, given):
                         if on_hidden is not None and layer == num_layers - 1 and count > done:
                             on_hidden(start + done, x[done:count])
                         poll()

@@ -97,6 +97,8 @@ def load_decoders(
                 cpu_experts=plan.placement.cpu_experts if name == "target" else 0,
                 shares_experts=plan.placement.shares_experts,
                 expert_places=plan.placement.expert_places if name == "target" else 0,
+                staged_experts=plan.placement.staged_experts,
+                prefill_bytes=plan.placement.prefill_bytes,
                 disk=disk if name == "target" else None,
                 table=plan.placement.table if name == "target" else "device",
                 ngram_table=plan.placement.ngram_table,

@@ -13,7 +13,7 @@ from offload.config.block import Block
 from offload.config.mixers import Attention, Latent
 from offload.config.model import ModelConfig
 from offload.kernels.experts import ExpertHomes
-from offload.kernels.experts_cpu import run_experts
+from offload.kernels.experts_cpu import MixtureCalls
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
 from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norms_over_ranks
@@ -50,7 +50,7 @@ class _OpenHeads:
     attention: Attention
 
 
-_Step = Steps | Attend | _OpenHeads | Recur | Mix | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
+_Step = Steps | Attend | _OpenHeads | Recur | MixtureCalls | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
 _Prepared = Sequence[_Step]
 
 
@@ -73,7 +73,7 @@ class NativeLayers:
         self._kernels, self._config, self._dtype, self._sums, self._experts = kernels, config, dtype, sums, experts
         self._alone = isinstance(sums, OneRank)
         self._most = 0
-        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by identity of weights and block
+        self._layers: dict[tuple[int, int], tuple[LayerWeights, _Prepared]] = {}  # by identity of weights and by layer
         self._rooms: list[Room] = []  # one per layer
 
     def rows(self, num_rows: int) -> Tensor:
@@ -95,6 +95,8 @@ class NativeLayers:
                         step.read(mixed)
                     step.run(num_rows)
                     mixed = None
+                case MixtureCalls():
+                    step.run(num_rows)
                 case Attend():
                     if step.attention.latent is None:
                         mixed = self._attended(layer, step, room, num_rows, caches)
@@ -105,14 +107,6 @@ class NativeLayers:
                     mixed = caches.recur(layer, room.widened(step, rows[:num_rows]), step.weights)
                 case _OpenHeads():
                     room.open_heads(step.attention, num_rows)
-                case Mix():
-                    homes = self._experts[layer]
-                    assert homes is not None
-                    beside = self._operands["beside"][:num_rows] if step.adds else None
-                    latents = self._operands["latent"][:num_rows] if step.mixture.experts.latent else None
-                    rows = x if step.read == "x" else self._operands[step.read][:num_rows]
-                    made = run_experts(step.mixture, homes, rows, beside, latents=latents, kernels=self._kernels)
-                    self._operands[step.out][:num_rows] = made
                 case Join():
                     made, beside = (self._operands[name][:num_rows] for name in ("made", "beside"))
                     made.copy_(step(made, beside, self._sums))
@@ -167,8 +161,7 @@ class NativeLayers:
 
     def _prepared(self, layer: int, weights: LayerWeights, room: Room) -> _Prepared:
         """A layer's prepared steps; consecutive native steps are one call."""
-        block = self._config.blocks[layer]
-        key = id(weights), id(block)
+        block, key = self._config.blocks[layer], (id(weights), layer)
         if key not in self._layers:
             found, products = list[_Step](), list[Step]()
             for step in steps_of(block, weights, alone=self._alone):
@@ -176,7 +169,8 @@ class NativeLayers:
                     products += native
                     continue
                 before, after = room.mixer_steps(step, weights)
-                found += [*self._call([*products, *before]), step]  # type: ignore[list-item]
+                own = self._mixture(layer, step) if isinstance(step, Mix) else step
+                found += [*self._call([*products, *before]), own]  # type: ignore[list-item]
                 if isinstance(step, Attend) and step.attention.latent is not None and step.attention.gate:
                     found += [*self._call(after), _OpenHeads(step.attention)]
                     after = []
@@ -186,6 +180,13 @@ class NativeLayers:
 
     def _call(self, products: list[Step]) -> list[Steps]:
         return [Steps(self._kernels, products, self._widened)] if products else []
+
+    def _mixture(self, layer: int, step: Mix) -> MixtureCalls:
+        homes, own = self._experts[layer], self._operands
+        assert homes is not None
+        beside, latents = own["beside"] if step.adds else None, own["latent"] if step.mixture.experts.latent else None
+        places = own[step.read], own[step.out]
+        return MixtureCalls(self._kernels, step.mixture, homes, *places, beside=beside, latents=latents)
 
     def _native(self, step: Product | Add, block: Block, room: Room) -> list[Step]:
         """The native steps of a step; empty where there is none: ranks have to sum first, say."""

@@ -100,16 +100,18 @@ class TorchLayers:
         caches: MixRows,
         block: int,
         given: Callable[[int, Tensor], Tensor | None],
+        *,
+        is_last: bool = False,
     ) -> Iterator[int]:
         """Run a layer on a prefill's rows x [T, hidden], in place, `block` rows at a time, but its experts over all of
         them where kernels run these. Yields how many rows are done after each part of the work, where a prefill may be
         left: a block's steps up to the experts, and those behind them. given: the layer's input of a block [n, hidden]
-        by its first row."""
+        by its first row. is_last: whether the next rows are those of the next layer."""
         own, steps, done = self._config.blocks[layer], self._steps_of(layer, weights), 0
         blocks = [_Block(first, rows) for first, rows in zip(range(0, len(x), block), x.split(block), strict=True)]
         last, mixer = steps, list[Due]()
         together = self._run_experts is not None and own.experts is not None and len(blocks) > 1
-        self._ahead(layer, x if together else blocks[0].x)
+        self._ahead(layer, x if together else blocks[0].x, is_last=is_last and (together or len(blocks) == 1))
         if together:
             at = next(number for number, step in enumerate(steps) if isinstance(step, Mix))
             first, mix, last = steps[:at], steps[at], steps[at + 1 :]
@@ -130,11 +132,12 @@ class TorchLayers:
             done += len(each.x)
             yield done
 
-    def _ahead(self, layer: int, x: Tensor) -> None:
-        """Begin to fetch a layer's experts before its router chooses them, where rows x want nearly all."""
+    def _ahead(self, layer: int, x: Tensor, *, is_last: bool) -> None:
+        """Begin to fetch a layer's experts before its router chooses them, where rows x want nearly all, and then those
+        of the next layer that has some. is_last: see `ExpertHomes.ahead`."""
         experts, homes = self._config.blocks[layer].experts, self._experts[layer]
         if experts is not None and homes is not None and wants_nearly_all(experts, len(x)):
-            homes.ahead()
+            homes.ahead(next(filter(None, self._experts[layer + 1 :]), None), is_last=is_last)
 
     def _dues(self, own: Block, block: _Block) -> tuple[list[Due], list[Due]]:
         squares = norms_over_ranks(self._config, self._sums)

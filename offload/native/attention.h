@@ -412,9 +412,8 @@ void merge_one(const Attention& a, int64_t t, int64_t head, int64_t begin, int64
             total = __builtin_fmaf(share, p[1], total);
             for (int d = 0; d < room; d += W) store(out + d, fma(all(share), load<f32>(p + 2 + d), load<f32>(out + d)));
         }
-        auto value = [&](int d) {
-            return total == 0 ? 0 : out[d / held * padded<E>(held) + place<E>(d % held)] / total;
-        };
+        for (int d = 0; d < room; d += W) store(out + d, total == 0 ? f32{} : load<f32>(out + d) / total);
+        auto value = [&](int d) { return out[d / held * padded<E>(held) + place<E>(d % held)]; };
         const int64_t first = t * a.out_stride + query_head * dim;
         if (a.sums) {
             a.sums[2 * at] = top, a.sums[2 * at + 1] = total;

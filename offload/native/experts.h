@@ -12,7 +12,7 @@
 // bank to the next one. bank_place: [count], of each expert, or -1 if it is not there. router: [num_scores, inputs]
 // fp32, of the experts and, if there are more scores, of the gate of what is beside. router_bias, router_scale: [count]
 // fp32, or null. Scratch: normed [rows, inputs], scores [rows, num_scores], line_of [rows, used], row_of and expert_of
-// [lines], starts [2, count]. chosen, weights: [rows, used], of each row the first rank first. beside: [rows, outputs],
+// [lines], starts [3, count]. chosen, weights: [rows, used], of each row the first rank first. beside: [rows, outputs],
 // added to the sum, or null. out: [rows, outputs]. For `run_many`, laid: scratch for normed rows of the dtype, [rows,
 // inputs]; decoded: for each thread [2, panels::COLUMNS, the longer of inputs and inner] of it. inputs and outputs are multiples of 16. The numbers from `renormalised`
 // on are those of config.block.Experts; groups: at most 64; score_cap: 0 for none. factor, sum_factor, both_factor: its factors.
@@ -49,7 +49,10 @@ inline void score(const Experts& e, int64_t row, int64_t first) {
     for (int64_t i = first; i < first + SCORES && i < e.num_scores; i++) {
         const float* own = e.router + i * inputs;
         f32 total = {};
-        for (int64_t at = 0; at < inputs; at += W) total = fma(load<f32>(x + at), load<f32>(own + at), total);
+        for (int64_t at = 0; at < inputs; at += W) {
+            __builtin_prefetch(reinterpret_cast<const char*>(own + at) + stored::AHEAD);
+            total = fma(load<f32>(x + at), load<f32>(own + at), total);
+        }
         e.scores[row * e.num_scores + i] = sum(total) * float(e.score_scale);
     }
 }
@@ -213,14 +216,19 @@ inline void move(Product& p, int64_t bytes) {
     on(p.bias);
 }
 
-// A tile of the outputs of an expert's rows.
-template <class E>
-void work_out(const Experts& e, const Product& of_first, int64_t expert, int64_t tile) {
-    const int64_t rows = e.starts[e.count + expert];
-    if (!rows || e.bank_place[expert] < 0) return;
+// Fills in the experts of the bank that have rows, and returns how many there are: threads share their outputs evenly.
+inline int64_t list_experts(const Experts& e, int32_t* list) {
+    int64_t found = 0;
+    for (int64_t expert = 0; expert < e.count; expert++)
+        if (e.starts[e.count + expert] && e.bank_place[expert] >= 0) list[found++] = int32_t(expert);
+    return found;
+}
+
+// The product of an expert of the bank.
+inline Product product_of(const Experts& e, const Product& of_first, int64_t expert) {
     Product p = of_first;
     move(p, e.step * e.bank_place[expert]);
-    products::work_out<E>(p, e.starts[expert], rows, tile);
+    return p;
 }
 
 // Line `line` of scratch, which begins as row `row` of x, as it is multiplied with a matrix of its expert.
@@ -260,13 +268,17 @@ template <class E>
 void run(const Experts& e, int64_t how_many) {
     const auto tiles_of = [](const Product& p) { return (p.outputs + products::OUTPUTS - 1) / products::OUTPUTS; };
     const auto is_here = [&](int64_t line) { return e.row_of[line] >= 0 && e.bank_place[e.expert_of[line]] >= 0; };
-    const int64_t inner = tiles_of(e.gate_up), outer = tiles_of(e.down);
-    const int64_t counts[] = {e.lines, e.count * inner, e.lines, e.count * outer};
+    int32_t* const list = e.starts + 2 * e.count;
+    const int64_t inner = tiles_of(e.gate_up), outer = tiles_of(e.down), found = list_experts(e, list);
+    const int64_t counts[] = {e.lines, found * inner, e.lines, found * outer};
+    const auto work_out = [&](const Product& of_first, int64_t expert, int64_t tile) {
+        products::work_out<E>(product_of(e, of_first, expert), e.starts[expert], e.starts[e.count + expert], tile);
+    };
     threads::in_phases<tiles::Use>(how_many, counts, 4, [&](int phase, int64_t item, tiles::Use&, int) {
         if (phase == 0 && is_here(item)) prepare<E>(e.gate_up, e.row_of[item], item);
-        if (phase == 1) work_out<E>(e, e.gate_up, item / inner, item % inner);
+        if (phase == 1) work_out(e.gate_up, list[item / inner], item % inner);
         if (phase == 2 && is_here(item)) prepare<E>(e.down, item, item);
-        if (phase == 3) work_out<E>(e, e.down, item / outer, item % outer);
+        if (phase == 3) work_out(e.down, list[item / outer], item % outer);
     });
 }
 
@@ -278,26 +290,24 @@ void run_many(const Experts& e, int64_t rows, int64_t how_many) {
     const auto panels_of = [](const Product& p) { return (p.outputs + panels::COLUMNS - 1) / panels::COLUMNS; };
     const int64_t inputs = e.gate_up.inputs, inner = panels_of(e.gate_up), outer = panels_of(e.down);
     const int64_t room = 2 * panels::COLUMNS * (inputs > e.down.inputs ? inputs : e.down.inputs);
-    const int64_t counts[] = {rows, e.count * inner, e.count * outer};
+    int32_t* const list = e.starts + 2 * e.count;
+    const int64_t found = list_experts(e, list), counts[] = {rows, found * inner, found * outer};
     const auto laid = static_cast<element*>(e.laid);
     const auto made = static_cast<const element*>(e.gate_up.out);
     threads::in_phases<panels::Local>(how_many, counts, 3, [&](int phase, int64_t item, panels::Local& local, int number) {
         const auto decoded = static_cast<element*>(e.decoded) + number * room;
         const auto work_out = [&](const Product& of_first, int64_t expert, int64_t panel, auto&& row) {
-            const int64_t count = e.starts[e.count + expert];
-            if (!count || e.bank_place[expert] < 0) return;
-            Product p = of_first;
-            move(p, e.step * e.bank_place[expert]);
-            panels::work_out<E>(p, e.starts[expert], count, panel, row, local, decoded);
+            const Product p = product_of(e, of_first, expert);
+            panels::work_out<E>(p, e.starts[expert], e.starts[e.count + expert], panel, row, local, decoded);
         };
         if (phase == 0)
             products::read_row<E>(e.gate_up, item, [&](auto&& read) {
                 for (int64_t at = 0; at < inputs; at += W) E::write(laid + item * inputs + at, read(int(at)));
             });
         if (phase == 1)
-            work_out(e.gate_up, item / inner, item % inner, [&](int64_t line) { return laid + e.row_of[line] * inputs; });
+            work_out(e.gate_up, list[item / inner], item % inner, [&](int64_t line) { return laid + e.row_of[line] * inputs; });
         if (phase == 2)
-            work_out(e.down, item / outer, item % outer, [&](int64_t line) { return made + line * e.gate_up.out_stride; });
+            work_out(e.down, list[item / outer], item % outer, [&](int64_t line) { return made + line * e.gate_up.out_stride; });
     });
 }
 

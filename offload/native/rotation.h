@@ -42,6 +42,14 @@ inline float turned(const typename E::element* x, const typename E::element* cos
     return rounded<E>(straight + across);
 }
 
+// The same of W numbers that are all rotated, from number d of a half on.
+template <class E>
+INLINE f32 turned_all(const typename E::element* x, const typename E::element* cos, const typename E::element* sin, int d,
+                      int other, int at) {
+    const f32 straight = E::rounded(E::read(x + d) * E::read(cos + at)), across = E::rounded(E::read(x + other) * E::read(sin + at));
+    return E::rounded(straight + across);
+}
+
 template <class E>
 inline float weight_of(const void* weight, int d) {
     return weight ? E::widen_one(static_cast<const typename E::element*>(weight)[d]) : 1;
@@ -85,7 +93,10 @@ void append_rows(const Rotation& r) {
             auto from = static_cast<const element*>(r.q) + t * r.q_stride + h * dim;
             if (factor == 1 && !r.q_weight) {  // what is not rotated is widened alone
                 for (int half = 0; half < dim; half += dim / 2) {
-                    for (int d = half; d < half + width / 2; d++) to[d] = turned<E>(from, cos, sin, d, dim, width);
+                    const int stop = half + width / 2, whole = half + width / 2 / W * W, at = half ? width / 2 : 0;
+                    for (int d = half; d < whole; d += W)
+                        store(to + d, turned_all<E>(from, cos, sin, d, (d + dim / 2) % dim, d - half + at));
+                    for (int d = whole; d < stop; d++) to[d] = turned<E>(from, cos, sin, d, dim, width);
                     for (int d = half + width / 2; d < half + dim / 2; d++) to[d] = E::widen_one(from[d]);
                 }
                 continue;

@@ -17,7 +17,7 @@ from offload.plan.cost_cpu import CpuPasses
 from offload.plan.cost_gpu import GpuPasses
 from offload.plan.passes import DevicePasses, Passes
 from offload.plan.sizing import NUM_ROW_SLOTS, PREFILL_BLOCK
-from offload.speed.routing import SHARED_SLOTS, layers_wanted_bytes, over_groups, wants_nearly_all
+from offload.speed.routing import BANK, layers_wanted_bytes, over_groups, wants_nearly_all
 
 # A-priori acceptance of proposals: fits to the demo pair, SmolLM2 and Qwen2.5-Coder
 # (docs/log.md).
@@ -169,23 +169,30 @@ class Cost(Passes):
 
     def _fetched(self, num_tokens: int) -> tuple[float, float]:
         """Bytes of experts over each device's link in a prefill that finds none of them on the device, and bytes among
-        them that are waited for, behind a layer's attention. Those that fill the slots at first are not, if they come
-        ahead of their router's choice; later rows find as many in slots."""
-        if not self.placement.expert_slots:
+        them that computation waits for: a bank of staging slots, before the first layer or, if experts do not come
+        ahead of their router's choice, in each layer. Later rows find experts in slots, staging slots among them."""
+        if not (own := self.placement).expert_slots:
             return 0.0, 0.0
-        first = min(num_tokens, self.placement.expert_rows)
-        awaited = self._for_experts(num_tokens, self._in_no_slot)
-        filling = layers_wanted_bytes(self.sizing.shard, self.sizing.itemsize, first) - self._in_no_slot(first)
-        experts = self.sizing.shard.experts
+        shard, item, at_once = self.sizing.shard, self.sizing.itemsize, own.expert_rows
+        rows = min(num_tokens, at_once)
+        later = self._for_experts(num_tokens, self._in_no_slot) - self._in_no_slot(rows)
+        fetched = layers_wanted_bytes(shard, item, rows) + later
+        experts = shard.experts
         assert experts is not None
-        ahead = wants_nearly_all(experts, first) and not self.placement.expert_places  # those in the file do not
-        return awaited + filling, awaited + (0.0 if ahead else filling)
+        if not (own.staged_experts and wants_nearly_all(experts, rows)):
+            return fetched, fetched
+        banks = 1
+        if own.expert_places:  # those in the file do not come ahead
+            banks = -(-num_tokens // at_once) * self.sizing.target.num_expert_layers
+        return fetched, min(banks * min(own.staged_experts / 2, BANK) * self.sizing.largest_expert_bytes, fetched)
 
     def _in_no_slot(self, rows: int) -> float:
         """Bytes of experts that `rows` rows of a prefill want and that are in no slot once all slots have some."""
+        own, experts = self.placement, max(self.sizing.experts_bytes(1), 1)
         wanted = partial(layers_wanted_bytes, self.sizing.shard, self.sizing.itemsize, rows)
-        by_cpu = self.share_on_cpu  # in passes
-        return by_cpu * wanted(SHARED_SLOTS) + (1.0 - by_cpu) * wanted(self.placement.expert_slots)
+        by_cpu, lent = self.share_on_cpu, -(-own.prefill_bytes // experts)  # slots of each layer, on average
+        slots = max(own.expert_slots - lent, 0) + own.staged_experts
+        return by_cpu * wanted(own.staged_experts) + (1.0 - by_cpu) * wanted(slots)
 
     def _for_experts(self, num_tokens: int, of_rows: Callable[[int], float]) -> float:
         """The sum of `of_rows` over the rows of a prefill that run through a layer's experts at once."""

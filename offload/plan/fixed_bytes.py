@@ -9,6 +9,7 @@ from offload.config.networks import Experts
 from offload.config.next_token import rest_bytes
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.plan.composition import Composition
+from offload.plan.expert_placement import expert_rows, made_bytes
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, run_tiles, tail_tokens
 from offload.plan.states import held_rows, level_bytes
@@ -16,7 +17,6 @@ from offload.plan.states import held_rows, level_bytes
 PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
 FEW_ROWS = 64  # rows that attend at a time at the lower levels
 MASS_TOKENS = 32  # tokens over which a GPU sums masses before they are joined by chunks
-_PANEL_ROWS = 64 * 64  # of experts' matrices that up to 64 threads of a CPU decode at a time
 KV_ROWS = 16  # rows that attend to the quantised cache at a time
 _GPU_RESERVE = 512 * 2**20  # the libraries' own workspaces, and the allocator's fragmentation
 
@@ -83,9 +83,9 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None, *, streamed: bo
     gamma: None without logits."""
     target, item, heads = sizing.shard, sizing.itemsize, max(sizing.shard.head_counts)
     tile_tokens = sizing.tile_tokens(capacity)
-    expert_rows = sizing.expert_rows(capacity, streamed=streamed)
+    rows = expert_rows(sizing, capacity, streamed=streamed)
     block = PREFILL_BLOCK * 6 * target.hidden_size * item
-    block += max(_network_bytes(sizing, kind, expert_rows) for kind, _ in target.kinds)
+    block += max(_network_bytes(sizing, kind, rows, lent=streamed) for kind, _ in target.kinds)
     beside = [kind.block.beside for kind, _ in target.kinds if kind.block.beside is not None]
     block += PREFILL_BLOCK * max((sum(own.parts) + own.out_size for own in beside), default=0) * item
     block += PREFILL_BLOCK * max(_widened_size(kind) for kind, _ in target.kinds) * item
@@ -123,9 +123,9 @@ def _widened_size(layer: ModelConfig) -> int:
     return sum(mixer.row_parts) if isinstance(mixer, DeltaRule) and mixer.low_rank else 0
 
 
-def _network_bytes(sizing: Sizing, layer: ModelConfig, rows: int) -> int:
+def _network_bytes(sizing: Sizing, layer: ModelConfig, rows: int, *, lent: bool) -> int:
     """Bytes of a prefill block's rows in the feed-forward network of `layer.block`, and of `rows` rows in its
-    experts."""
+    experts. lent: what these make is in the memory of slots (`expert_placement.prefill_bytes`)."""
     experts, hidden, item = layer.block.experts, layer.hidden_size, sizing.itemsize
     dense = PREFILL_BLOCK * 3 * layer.block.feed_forward.size * item
     if experts is None:
@@ -133,15 +133,13 @@ def _network_bytes(sizing: Sizing, layer: ModelConfig, rows: int) -> int:
     held = _held_numbers(layer, rows) * item
     size, row, pairs = experts.network.size, experts.row_size(hidden), rows * experts.used
     if sizing.hardware.packs and sizing.hardware.is_cpu:
-        lines = pairs + min(pairs, experts.count) * (EXPERT_ALIGNMENT - 1)
-        made = lines * ((size + row) * item + 8) + rows * (2 * row * item + 4 * (hidden + experts.num_scores))
         few = _few_lines(experts) * ((size + row) * item + 5 * (size + 2 * row))  # of a pass, rows widened to fp32
-        return max(dense, held + made + _PANEL_ROWS * max(size, row) * item, few)
+        made = 0 if lent else made_bytes(sizing, layer, rows)
+        return max(dense, held + made + rows * row * item, few)
     if sizing.hardware.has_kernels and not sizing.hardware.is_cpu and item == 2:  # scores, and pairs of row and expert
-        first = set(layer.block.encodings.experts[:-1])
-        inner = size * (3 if len(first) > 1 else 1)  # gate and up in two encodings are multiplied apart
         more = (rows - PREFILL_BLOCK) * 3 * hidden * item  # normed and summed rows; a block's are counted
-        return max(dense, held + more + rows * experts.count * 4 + pairs * (inner + hidden) * item)
+        made = 0 if lent else made_bytes(sizing, layer, rows)
+        return max(dense, held + more + rows * experts.count * 4 + made)
     inner = PREFILL_BLOCK * 3 * size * item
     return max(dense, held + inner + pairs * hidden * (item + 8))  # of each expert, and in fp32 times its weight
 

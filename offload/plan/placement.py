@@ -14,15 +14,20 @@ from offload.config.model import ModelConfig
 from offload.fields import LATER
 from offload.plan.bits import link_bits, weight_link_bits
 from offload.plan.composition import Composition
+from offload.plan.expert_placement import (
+    LEAST_SLOTS,
+    best_slots,
+    expert_rows,
+    least_staged,
+    prefill_bytes,
+    slots_bytes,
+    staged_experts,
+)
 from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import PAGE_TOKENS
 from offload.plan.sizing import BLOCK_SHARE, NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
-from offload.speed.routing import layers_wanted_bytes
 
 TableTier = Literal["device", "host", "file"]
-
-LEAST_SLOTS = 2  # one is used while an expert crosses the link to the other
-_SPLITS = 16  # splits of a device's memory between experts and cache that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,9 @@ class Placement:
     each layer, for experts on the device; 0 if all are there. cpu_experts: the number of layers whose experts the CPU
     may run in a pass, the last ones that have some; shares_experts: whether it runs some of those that no slot has, as
     is soonest done, and not all. expert_places: of each layer, for experts in host memory, or on a CPU in its memory; 0
-    if all are there, else the others are read from the model's file. The rest crosses the link. Bytes are by purpose:
+    if all are there, else the others are read from the model's file. prefill_bytes: of the slots' memory, which a
+    prefill has until its end; staged_experts: slots of no layer in it, through which experts pass. The rest crosses the
+    link. Bytes are by purpose:
     of the first device, of each other device if there are several, and of all ranks on the hosts. They are for all
     sequences that run at a time; each has that number of tiles. Sizes of pages and tiles are in tokens.
     """
@@ -62,7 +69,9 @@ class Placement:
     cpu_experts: int = field(default=0, metadata={LATER: True})
     shares_experts: bool = field(default=False, metadata={LATER: True})
     expert_places: int = field(default=0, metadata={LATER: True})
-    expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, see `Sizing.expert_rows`
+    expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, run at once
+    staged_experts: int = field(default=0, metadata={LATER: True})
+    prefill_bytes: int = field(default=0, metadata={LATER: True})
     block_slots: int = field(default=0, metadata={LATER: True})  # of each layer with an indexer, and of a sequence
     ngram_table: TableTier = field(default="host", metadata={LATER: True})  # where tables of n-grams are
     ngram_rows: int = field(default=0, metadata={LATER: True})  # of each in host memory, where it is in its file
@@ -172,6 +181,7 @@ class _Filling:
             tiles = self._most_tiles(layers, slots)
         tiles = 0 if self._block_slots else tiles
         bits, places = self._link_bits, self._most_places(layers, tiles, slots)
+        staged = staged_experts(sizing, self._expert_rows, self._slots_bytes(slots, first=False)) if slots else 0
         several = sizing.num_devices > 1
         return Placement(
             offload=tuple(sorted(self.offload)),
@@ -187,7 +197,7 @@ class _Filling:
             rows=sizing.rows,
             prefill_block=PREFILL_BLOCK,
             fused_prefill=sizing.fused_prefill,
-            link_bytes_per_second=_link_rate(sizing),
+            link_bytes_per_second=sizing.known_link_rate,
             link_bits=bits,
             raw_pages=sizing.raw_pages(self.capacity, tiles) if bits < 16 else 0,
             weight_link_bits=self._weight_link_bits(layers),
@@ -197,6 +207,8 @@ class _Filling:
             shares_experts=self._cpu_experts > 0 and sizing.shares_experts,
             expert_places=places,
             expert_rows=self._expert_rows,
+            staged_experts=staged,
+            prefill_bytes=prefill_bytes(sizing, self._expert_rows, staged) if slots else 0,
             block_slots=self._block_slots,
             ngram_table="file" if sizing.reads_ngrams else "host",
             ngram_rows=sizing.ngram_rows if sizing.reads_ngrams else 0,
@@ -244,22 +256,13 @@ class _Filling:
         return self._most(self._all_tiles, others, lambda number: sum(self._of_tiles(number).values()))
 
     def _best_slots(self, layers: int, most: int) -> int:
-        """The number of slots, up to `most`, with which the fewest bytes cross the link in a round: experts in every
-        pass with the target's weights, the cache once."""
-        sizing, composition = self.sizing, self.composition
-        drafted = composition.gamma if composition.inner is not None else 0
-        share, tile = 1.0 - self._whole / sizing.target.num_expert_layers, sizing.tile_bytes(self.capacity)
+        """The number of slots, up to `most`, beside tiles for what they leave."""
+        share, tile = 1.0 - self._whole / self.sizing.target.num_expert_layers, self.sizing.tile_bytes(self.capacity)
 
-        def crossing(slots: int) -> float:
-            of_row, of_rows = (
-                layers_wanted_bytes(sizing.shard, sizing.itemsize, rows, slots) for rows in (1, drafted + 1)
-            )
-            streamed = (self._all_tiles - self._most_tiles(layers, slots)) * tile
-            return share * (drafted * of_row + of_rows) + streamed
+        def streamed(slots: int) -> int:
+            return (self._all_tiles - self._most_tiles(layers, slots)) * tile
 
-        least = self._least_slots
-        tried = [least + (most - least) * step // _SPLITS for step in range(_SPLITS + 1)]
-        return min(reversed(tried), key=crossing)
+        return best_slots(self.sizing, self.composition, share, self._least_slots, most, streamed)
 
     def _most(self, total: int, others: int, used: Callable[[int], int]) -> int:
         """The largest number, up to `total`, that fits beside `others` bytes."""
@@ -300,7 +303,8 @@ class _Filling:
         return sizing.of_all({"arena": arena, "kv cache": tiles * sizing.tile_bytes(self.capacity)})
 
     def _slots_bytes(self, slots: int, *, first: bool = True) -> int:
-        return self.sizing.slots_bytes(slots, self._whole) + (slots * self._of_head(1) if first else 0)
+        of_layers = slots_bytes(self.sizing, slots, self._whole, self._least_prefill)
+        return of_layers + (slots * self._of_head(1) if first else 0)
 
     def _host(self, layers: int, tiles: int, slots: int, places: int) -> dict[str, int]:
         """Bytes by purpose on the hosts, for all devices."""
@@ -356,7 +360,11 @@ class _Filling:
 
     @property
     def _expert_rows(self) -> int:
-        return self.sizing.expert_rows(self.capacity, streamed="weights" in self.offload)
+        return expert_rows(self.sizing, self.capacity, streamed="weights" in self.offload)
+
+    @cached_property
+    def _least_prefill(self) -> int:
+        return prefill_bytes(self.sizing, self._expert_rows, least_staged(self.sizing))
 
     @cached_property
     def _fixed(self) -> dict[str, int]:
@@ -396,14 +404,6 @@ class _Filling:
 def _some(sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes that are not 0."""
     return {name: size for name, size in sizes.items() if size}
-
-
-def _link_rate(sizing: Sizing) -> float | None:
-    """Bytes per second over the link, as set by the user or measured for a GPU; None: not known."""
-    hardware = sizing.hardware
-    if sizing.options.link_gbps is not None:
-        return sizing.options.link_gbps * 1e9
-    return hardware.link_rate if hardware.rates.measured and not hardware.is_cpu else None
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

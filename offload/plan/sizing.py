@@ -15,10 +15,9 @@ from offload.plan.composition import Composition
 from offload.plan.options import DTYPE_BYTES, PAGE_TOKENS, Options
 from offload.plan.shards import Shard
 from offload.plan.states import checkpoint_bytes, num_checkpoints
-from offload.speed.cpu_pass import CpuPass, runs_experts, shares_experts
+from offload.speed.cpu_pass import CpuPass, shares_experts
 from offload.speed.curves import Curves, typical
 from offload.speed.hardware import TWO_CORES, Hardware
-from offload.speed.routing import SHARED_SLOTS
 
 PREFILL_BLOCK = 512  # rows of one block of a prefill
 MAX_TILE_TOKENS = 8192  # without the room for padded rows
@@ -27,10 +26,6 @@ CPU_ROWS = 32  # rows of a pass on a CPU that are priced as one block
 RUN_BLOCKS = 8  # of a row's queries over one tile, 128 programs: enough for one tile at a time
 MAX_ROWS = 256  # rows that a pass may write after the sequence: the longest verification, padded
 NUM_ROW_SLOTS = 3  # groups of a prefill's rows on the device if hidden rows are on the host
-CPU_EXPERT_ROWS = 4096  # of a prefill, over which a layer's experts run at once, at most
-GPU_EXPERT_ROWS = 8192
-_ROWS_OF_EXPERT = 256  # for which a CPU makes an expert's numbers once: more would hardly pay
-_EXPERT_ROOM = 2**29  # bytes of what experts make of these rows, at most
 STORED_TEMPORARY = 16  # bytes per number that torch's operators need to decode blocks (formats/stored.py)
 NUM_STAGING = 2  # buffers through which layers, and tiles, cross the link
 TAIL_TOKENS = 128  # granularity of the retrieval cache's tail, at least one chunk
@@ -146,6 +141,14 @@ class Sizing:
         paced = self.options.link_gbps
         return self.hardware.link_rate if paced is None else paced * 1e9
 
+    @property
+    def known_link_rate(self) -> float | None:
+        """Bytes per second over the link, as set by the user or measured for a GPU; None: not known."""
+        hardware = self.hardware
+        if self.options.link_gbps is not None:
+            return self.options.link_gbps * 1e9
+        return hardware.link_rate if hardware.rates.measured and not hardware.is_cpu else None
+
     @cached_property
     def shard(self) -> ModelConfig:
         """The config of the target's shard on each device."""
@@ -165,22 +168,6 @@ class Sizing:
     def most_rows(self) -> int:
         """The most rows of a pass that are computed together."""
         return CPU_ROWS if self.hardware.is_cpu else BLOCK_ROWS
-
-    def expert_rows(self, capacity: int, *, streamed: bool = False) -> int:
-        """Rows of a prefill over which a layer's experts run at once: whole blocks, on a CPU so many that experts are
-        decoded seldom, on a GPU so many that they are fetched seldom, if they are `streamed`. A block where torch's
-        operators run them: other rows would change a row's bits."""
-        experts, hardware = self.shard.experts, self.hardware
-        if experts is None:
-            return PREFILL_BLOCK
-        if hardware.is_cpu:
-            runs, most = runs_experts(self.shard, hardware), CPU_EXPERT_ROWS
-            most = min(most, _ROWS_OF_EXPERT * experts.count // experts.used)
-        else:
-            runs, most = streamed and hardware.has_kernels and self.itemsize == 2, GPU_EXPERT_ROWS
-        made = experts.used * (experts.network.size + experts.row_size(self.shard.hidden_size)) * self.itemsize
-        blocks = min(most, _EXPERT_ROOM // made) // PREFILL_BLOCK
-        return PREFILL_BLOCK * (max(min(blocks, -(-capacity // PREFILL_BLOCK)), 1) if runs else 1)
 
     @property
     def fused_prefill(self) -> bool:
@@ -365,16 +352,12 @@ class Sizing:
     def _experts_bytes(self) -> dict[int, int]:
         return {}
 
-    def slots_bytes(self, slots: int, cpu_experts: int) -> int:
-        """Bytes of slots for experts on each device: so many of each layer, but for the layers whose experts the CPU
-        runs, which share a few."""
-        apart = self._first_experts[max(self.target.num_expert_layers - cpu_experts, 0)]
-        shared = min(SHARED_SLOTS, self.num_experts) if slots and cpu_experts else 0
-        return slots * apart + shared * self.largest_expert_bytes
+    def first_experts(self, number: int) -> int:
+        """Bytes of one expert of each of the first `number` layers that have some, on each device."""
+        return self._first_experts[max(number, 0)]
 
     @cached_property
     def _first_experts(self) -> list[int]:
-        """Bytes of one expert of each of the first layers that have some, by their number."""
         sizes = {kind.block: kind.expert_bytes(self.itemsize) for kind, _ in self.shard.kinds}
         return [*accumulate(filter(None, (sizes[block] for block in self.shard.blocks)), initial=0)]
 

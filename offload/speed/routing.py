@@ -8,7 +8,7 @@ from math import log
 from offload.config.model import ModelConfig
 from offload.config.networks import Experts
 
-SHARED_SLOTS = 16  # of the layers whose experts the CPU runs, in a prefill
+BANK = 32  # experts of a prefill that are used together as they arrive in staging slots
 _NEARLY_ALL = 0.9  # of a layer's experts: from there on they are fetched before its router has chosen
 _ALIKE = 0.7  # rows of a text choose like so many independent ones, as a power (docs/memory.md)
 

@@ -1,7 +1,8 @@
 """Allocation of all long-lived memory: the only module that allocates host and device blocks and that pins memory.
 
-Host blocks are anonymous mappings of exactly the requested bytes (torch's pinned allocator rounds up to a power of two:
-20 GiB would take 32). They use huge pages if the system allows them, and the NUMA node nearest to the GPU.
+Host blocks, and device blocks on a CPU, are anonymous mappings of exactly the requested bytes (torch's pinned allocator
+rounds up to a power of two: 20 GiB would take 32). They use huge pages if the system allows them, so that a CPU seldom
+waits for addresses, and the NUMA node nearest to the GPU.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Memory:
 
         Raises DoesNotFit, with the numbers, if the system refuses the block or its pinning.
         """
-        if tier == "device":
+        if tier == "device" and self.device.type != "cpu":
             block = self._device_block(shape, dtype)
         else:
             block = self._host_block(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
@@ -165,15 +166,15 @@ class Memory:
         return self._new_host_block(num_bytes)
 
     def _new_host_block(self, num_bytes: int) -> Tensor:
-        """A new host block, uint8 [num_bytes], with its pages touched (on torch's threads) and pinned for a GPU."""
+        """A new host block, uint8 [num_bytes]; for a GPU its pages are touched (on torch's threads) and pinned."""
         try:
             mapping = _Mapping(-1, num_bytes, **_PRIVATE)
         except OSError as error:
             raise DoesNotFit(self._refused(num_bytes, "reserved", str(error))) from error
         block = torch.frombuffer(mapping, dtype=torch.uint8)
         _advise(mapping, block, self._node)
-        block.zero_()
         if self.device.type == "cuda":
+            block.zero_()
             self._pin(mapping, block)
         return block
 

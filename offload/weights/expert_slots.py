@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 
 from torch import Tensor
@@ -17,21 +17,28 @@ Fill = Callable[[Tensor, Event | None], Event]  # see `Homes.fill`
 
 class ExpertSlots:
     """Slots for experts on the device, or places in host memory, of one layer or shared by several. An expert that is
-    in no slot takes the slot of the least recently used one."""
+    in no slot takes the slot of the least recently used one. Slots may be lent (`transfer.arena.Lender`): meanwhile
+    they are none, and then they are empty."""
 
     def __init__(self, content: Tensor) -> None:
         """content: uint8 [slots, bytes of the largest expert]."""
         self.content = content
         self._held = OrderedDict[Expert, int]()  # expert -> slot, the least recently used first
         self._free: list[int] = [*range(len(content))]
+        self._lent = set[int]()
         self._arriving = dict[int, Event]()  # by slot: copies to it that nobody has waited for
         self._leaving = dict[int, Event]()  # by slot: the last copy from it
         self._computed = dict[int, Event]()  # by slot: the end of the computation with its last expert, if it is known
 
     def __len__(self) -> int:
-        return len(self.content)
+        return len(self.content) - len(self._lent)
 
-    def __contains__(self, expert: Expert) -> bool:
+    @property
+    def num_free(self) -> int:
+        """The number of slots of no expert."""
+        return len(self._free)
+
+    def __contains__(self, expert: object) -> bool:
         return expert in self._held
 
     def used(self, experts: Iterable[Expert]) -> dict[Expert, int]:
@@ -40,6 +47,10 @@ class ExpertSlots:
         for expert in hits:
             self._held.move_to_end(expert)
         return hits
+
+    def held(self, experts: Container[Expert]) -> list[Expert]:
+        """The experts among `experts` that are in slots, the least recently used first."""
+        return [expert for expert in self._held if expert in experts]
 
     def fetch(self, experts: Mapping[Expert, Fill]) -> dict[Expert, int]:
         """Begin to fill slots with experts that are in none, at most as many as there are slots. Returns their
@@ -74,6 +85,27 @@ class ExpertSlots:
     def leaves(self, slot: int, event: Event) -> None:
         """Let the expert in `slot` stay until `event`, the end of a copy from it, later than those before."""
         self._leaving[slot] = event
+
+    def lend(self, num_bytes: int) -> None:
+        """See `Lender`. The experts there are in no slot any more."""
+        lent = {*range(min(-(-num_bytes // self.content.shape[1]), len(self.content)))} - self._lent
+        self._lent |= lent
+        self._free = [slot for slot in self._free if slot not in lent]
+        for expert in [own for own, slot in self._held.items() if slot in lent]:
+            del self._held[expert]
+        for slot in lent:
+            for events in (self._leaving, self._arriving):
+                if (event := events.pop(slot, None)) is not None:
+                    with suppress(ModelError):  # of a copy that nobody waited for: the expert has gone
+                        event.wait()
+
+    def take_back(self, most: int | None = None) -> None:
+        """See `Lender`. Later copies to the slots that were lent wait for all computation issued when they begin.
+        most: of the first slots, which alone come back; None: all."""
+        back = {*range(len(self.content) if most is None else most)} & self._lent
+        self.computed(back, None)
+        self._free += back
+        self._lent -= back
 
     def _made_free(self) -> int:
         """A slot of no expert, which nothing is copied to or from."""

@@ -33,6 +33,7 @@ from offload.weights.layer_inputs import LayerInputWeights
 from offload.weights.layers import Layers, ResidentLayers, StreamedLayers
 from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_weights
 from offload.weights.linear import Linear
+from offload.weights.prefill_experts import PrefillExperts
 from offload.weights.streamed_experts import StreamedExperts
 from offload.weights.streams import StreamWeights
 from offload.weights.tables import Shards, Table, TableFile, load_table
@@ -128,7 +129,9 @@ class Weights:
     @property
     def streamed_experts(self) -> list[StreamedExperts]:
         """The experts that cross the link, in a pass or in a prefill."""
-        every = {id(each): each for each in (*self.experts, *map(in_prefill, self.experts))}
+        many = [*map(in_prefill, self.experts)]
+        parts = (part for each in many if isinstance(each, PrefillExperts) for part in each.parts)
+        every = {id(each): each for each in (*self.experts, *many, *parts)}
         return [each for each in every.values() if isinstance(each, StreamedExperts)]
 
 
@@ -311,6 +314,8 @@ def load_weights(
     cpu_experts: int = 0,
     shares_experts: bool = False,
     expert_places: int = 0,
+    staged_experts: int = 0,
+    prefill_bytes: int = 0,
     disk: Disk | None = None,
     table: TableTier = "device",
     ngram_table: TableTier = "host",
@@ -325,6 +330,7 @@ def load_weights(
     those of `cpu_experts` layers are run by the CPU, or with `shares_experts` some of those that are in no slot. With a
     disk, only `expert_places` of each layer are in memory; it reads the others from the checkpoint's files as they are
     wanted.
+    staged_experts, prefill_bytes: see `Placement`.
     The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. Tables of n-grams
     are where `ngram_table` says; in the file, `readers` reads rows as they are chosen, and `ngram_rows` of each are
     kept. The ledger lists them under `name`. Only rank 0 has the head.
@@ -353,6 +359,8 @@ def load_weights(
         on_cpu=cpu_experts,
         shared=shares_experts,
         places=expert_places,
+        staged=staged_experts,
+        prefill_bytes=prefill_bytes,
         disk=disk,
         on_bytes=on_bytes,
         shard=shard,

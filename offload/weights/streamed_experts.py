@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
-from offload.kernels.experts import Batch, Room
+from offload.kernels.experts import Batch, ExpertHomes, Room
 from offload.metrics import ExpertStats
 from offload.speed.split import Split
 from offload.transfer.memory import sent
@@ -81,29 +82,52 @@ class StreamedExperts:
         layer: int = 0,
         room: Room | None = None,
         sharing: Sharing | None = None,
+        at_once: int | None = None,
     ) -> None:
         """layer: its number, other than that of each layer with the same slots. room: of all layers; by default its
-        own. sharing: of missed experts with the CPU; None: it runs none."""
+        own. sharing: of missed experts with the CPU; None: it runs none. at_once: experts that are used together as
+        they arrive; None: a few. alone: the same experts in the same slots, of which the CPU runs none; in_prefill:
+        those in a prefill."""
         self.bank, self.stats, self.room = bank_of(layout, slots.content), ExpertStats(), room or Room()
         self._homes, self._slots, self._layer, self._sharing = homes, slots, layer, sharing
-        self.on_host = sharing is not None
+        self.on_host, self._at_once = sharing is not None, at_once
         self._in_memory = None if sharing is None else bank_of(layout, sharing.homes.content)
         slots.computed(range(len(slots)), homes.computed())  # with what was in their memory before
-        self.in_prefill = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
+        self.alone = self if sharing is None else StreamedExperts(homes, slots, layout, layer, self.room)
+        self.in_prefill: ExpertHomes = self.alone
 
-    def ahead(self) -> None:
+    def ahead(
+        self,
+        then: ExpertHomes | None = None,
+        *,
+        is_last: bool = True,
+        busy: int = 0,
+        but: Container[Expert] = (),
+    ) -> None:
         """See `ExpertHomes`. Experts are fetched in the order of their numbers into slots that none of the layer's has;
-        those in the file are not read ahead, since the host would wait for them."""
-        everyone = [(self._layer, number) for number in range(len(self._homes))]
-        held = self._slots.used(everyone)
-        others = (each for each in everyone if each not in held and not self._homes.is_far(each[1]))
-        self._fetch([*islice(others, len(self._slots) - len(held))])
+        those in the file are not read ahead, since the host would wait for them. but: experts that are elsewhere."""
+        everyone = self._everyone
+        held = self._slots.used(self._slots.held(everyone))
+        others = (e for e in everyone if e not in held and e not in but and not self._homes.is_far(e[1]))
+        self._fetch([*islice(others, max(len(self._slots) - len(held) - busy, 0))])
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
-        """See `ExpertHomes`. The first batch has the experts that are in slots, while others cross the link; then come
-        those that the CPU runs; each further batch has a few of those that have arrived, the first asked for first.
-        Where slots are too few for all, each has a few, whose slots the next ones take while others are used."""
-        wanted = self._wanted(chosen)
+        return self.batches_of(self.wanted(chosen))
+
+    def batches_of(
+        self,
+        wanted: Mapping[Expert, int],
+        meanwhile: Iterable[Batch] = (),
+        on_free: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[Batch]:
+        """Begin to fetch the experts that are in no slot, of the `wanted` ones, each with its number of rows. Returns
+        their batches: the first one has those in slots, while others cross the link; then come those that the CPU runs;
+        each further batch has a few of those that have arrived, the first asked for first. Where slots are too few for
+        all, each has a few, whose slots the next ones take while others are used.
+
+        meanwhile: batches from elsewhere, an iterator, which come once those in slots have left these to others.
+        on_free: called before each batch from here once all are there or under way, with the number of slots that they
+        still have; the others may be given away."""
         hits = self._slots.used(wanted)
         under_way = self._under_way(hits)
         there = {own: slot for own, slot in hits.items() if own not in under_way}
@@ -115,21 +139,62 @@ class StreamedExperts:
         self.stats += ExpertStats(len(hits), len(missing), 0, len(shares.by_cpu))
         coming = self._fetch(shares.crossing[:room])
         left = shares.crossing[len(coming) :]
-        if there and not left:
-            yield from self._used(there)
-        if self._sharing is not None:
-            self._sharing.behind.fetch(shares.following)
-        if shares.by_cpu:
-            yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
-        waiting = (there if left else {}) | under_way | coming
+
+        def first() -> Iterator[Batch]:
+            if there and not left:
+                yield from self._used(there)
+            if self._sharing is not None:
+                self._sharing.behind.fetch(shares.following)
+            if shares.by_cpu:
+                yield from self._by_cpu(shares.by_cpu, [wanted[each] for each in shares.by_cpu])
+
+        return chain(first(), self._others(there if left else {}, under_way | coming, left, meanwhile, on_free))
+
+    def _others(
+        self,
+        there: dict[Expert, int],
+        coming: dict[Expert, int],
+        left: Sequence[Expert],
+        meanwhile: Iterable[Batch],
+        on_free: Callable[[int], None],
+    ) -> Iterator[Batch]:
+        """The batches of experts that are there, or coming, and of those that are left for their slots."""
+        waiting, at_once = there | coming, self._at_once or _AT_ONCE
+        if not waiting:
+            on_free(0)
         while waiting:  # in the order in which they leave their slots: the least recently used first
-            group = dict(islice(waiting.items(), _AT_ONCE))
+            if not waiting.keys() & there:
+                yield from meanwhile
+            group = dict(islice(waiting.items(), at_once))
+            if not left:
+                on_free(len(waiting))
             yield from self._used(group)
             waiting = {expert: slot for expert, slot in waiting.items() if expert not in group}
             coming = self._fetch(left[: len(self._slots) - len(waiting)])
             left, waiting = left[len(coming) :], waiting | coming
+        yield from meanwhile
 
-    def _wanted(self, chosen: Tensor) -> dict[Expert, int]:
+    def keeping(self, wanted: Mapping[Expert, int], but: Container[Expert]) -> dict[Expert, int]:
+        """The wanted experts that are in slots, the least recently used first, and as many others as there are free
+        slots, those with the most rows. but: experts that are elsewhere."""
+        missing = (each for each in wanted if each not in self._slots and each not in but)
+        fit = sorted(missing, key=lambda own: -wanted[own])[: self._slots.num_free]
+        return {each: wanted[each] for each in (*self._slots.held(wanted), *fit)}
+
+    @property
+    def num_held(self) -> int:
+        """The number of the layer's experts that are in slots."""
+        return len(self._slots.held(self._everyone))
+
+    @cached_property
+    def _everyone(self) -> Mapping[Expert, None]:
+        return dict.fromkeys((self._layer, number) for number in range(len(self._homes)))
+
+    def __contains__(self, expert: object) -> bool:
+        """Whether an expert is in a slot."""
+        return expert in self._slots
+
+    def wanted(self, chosen: Tensor) -> dict[Expert, int]:
         """The experts that are chosen, each with its number of rows."""
         numbers, rows = (each.tolist() for each in chosen.cpu().unique(return_counts=True))
         found = {(self._layer, number): own for number, own in zip(numbers, rows, strict=True)}

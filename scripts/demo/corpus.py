@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,16 +80,29 @@ def speech_documents(paths: list[Path]) -> list[Document]:
     ]
 
 
-def build(corpus: Path, out: Path) -> list[Document]:
-    """Reads both packages under `corpus` and writes `documents.jsonl`."""
+def build(corpus: Path, out: Path, library: bool = False) -> list[Document]:
+    """Reads both packages under `corpus`, and Python's library if asked, and writes `documents.jsonl`."""
     books = sorted(corpus.glob(BOOKS_GLOB))
     speeches = sorted(corpus.glob(SPEECHES_GLOB))
     if not books or not speeches:
         raise SystemExit(f"no corpus under {corpus}: run scripts/fetch_corpus.sh {corpus} first")
     documents = [document for path in books for document in book_documents(path)] + speech_documents(speeches)
+    documents += library_documents() if library else []
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(asdict(document)) + "\n" for document in documents), encoding="utf-8")
     return documents
+
+
+def library_documents() -> list[Document]:
+    """The modules of the standard library of the Python that runs this, as they are."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in sorted(folder.rglob("*.py")) if not settings.NO_LIBRARY & set(file.parts)]
+    names = [".".join(file.relative_to(folder).with_suffix("").parts) for file in files]
+    return [
+        Document(name, text, 1.0, held_out=name in settings.HELD_OUT_MODULES)
+        for name, file in zip(names, files, strict=True)
+        if (text := file.read_text(encoding="utf-8", errors="replace").strip())
+    ]
 
 
 def load(path: Path) -> list[Document]:

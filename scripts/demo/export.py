@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import settings
-from .model import Llama, llama_config
+from .model import Llama, config_of
 from .settings import Shape
 
-CONFIG_FIELDS = (
+CONFIG_FIELDS = {
     "attention_bias",
     "bos_token_id",
     "dtype",
@@ -34,14 +34,22 @@ CONFIG_FIELDS = (
     "rope_parameters",
     "tie_word_embeddings",
     "vocab_size",
-)
+    # of mixtures
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "router_aux_loss_coef",
+}
+RENAMED = {"num_local_experts": "num_experts"}  # transformers' name: the one that Qwen's files have
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 TOLERANCE = 2e-3  # float32 logits, lean model against transformers
 
 
 def export(model: Llama, tokenizer: Path, folder: Path) -> None:
     """Writes bf16 weights, config.json, generation_config.json and the tokenizer files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+    weights = {name: value.to(torch.bfloat16).contiguous() for name, value in of_files(model).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     write_json(folder / "config.json", config_fields(model.shape))
@@ -60,14 +68,27 @@ def export(model: Llama, tokenizer: Path, folder: Path) -> None:
     check(model, folder)
 
 
+def of_files(model: Llama) -> dict[str, Tensor]:
+    """The weights by their names in files, where each expert's matrices are apart."""
+    weights = {}
+    for name, value in model.state_dict().items():
+        prefix, _, stacked = name.partition("experts.")
+        if not stacked:
+            weights[name] = value
+        for number, own in enumerate(value if stacked else ()):
+            parts = zip(("gate", "up"), own.chunk(2), strict=True) if stacked == "gate_up" else [("down", own)]
+            weights |= {f"{prefix}experts.{number}.{part}_proj.weight": each for part, each in parts}
+    return weights
+
+
 def config_fields(shape: Shape) -> dict[str, object]:
     """config.json: what defines the model, without transformers' own defaults."""
-    known = llama_config(shape).to_dict()
-    kept = {name: known[name] for name in CONFIG_FIELDS}
+    known = config_of(shape).to_dict()
+    kept = {own: value for name, value in known.items() if (own := RENAMED.get(name, name)) in CONFIG_FIELDS}
     rope = dict(known["rope_parameters"])
     # Loaders older than transformers 5 read these two instead of rope_parameters.
     legacy = {"rope_theta": rope["rope_theta"], "rope_scaling": None if shape.yarn_factor is None else rope}
-    return {"architectures": ["LlamaForCausalLM"], **kept, **legacy}
+    return {"architectures": [ARCHITECTURES[known["model_type"]]], **kept, **legacy}
 
 
 def write_json(path: Path, value: dict[str, object]) -> None:
@@ -78,7 +99,7 @@ def write_json(path: Path, value: dict[str, object]) -> None:
 @torch.no_grad()
 def check(model: Llama, folder: Path) -> None:
     """Reloads with transformers and compares float32 logits on the same rounded weights."""
-    loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rounded = Llama(model.shape)
     rounded.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
     tokenizer = AutoTokenizer.from_pretrained(folder)

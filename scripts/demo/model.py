@@ -1,22 +1,23 @@
-"""A lean Llama for training on a CPU; parameter names and results match transformers' LlamaForCausalLM."""
+"""A lean Llama, or mixture of Qwen3's form, for training on a CPU; parameter names and results match transformers'."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from . import settings
 from .attention import attend
+from .mixture import BALANCE, Mixture
 from .settings import Shape
 
 ROPE_THETA = 10000.0
 RMS_EPS = 1e-5
 
 
-def llama_config(shape: Shape) -> LlamaConfig:
+def config_of(shape: Shape) -> PretrainedConfig:
     """The transformers config of a shape; the long target carries YaRN rotary settings."""
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": ROPE_THETA}
     if shape.yarn_factor is not None:
@@ -26,28 +27,38 @@ def llama_config(shape: Shape) -> LlamaConfig:
             "factor": shape.yarn_factor,
             "original_max_position_embeddings": settings.TRAINED_POSITIONS,
         }
-    return LlamaConfig(
-        vocab_size=settings.VOCAB_SIZE,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rms_norm_eps=RMS_EPS,
-        tie_word_embeddings=True,
-        bos_token_id=settings.BOS_ID,
-        eos_token_id=settings.EOS_ID,
-        pad_token_id=None,
-        rope_parameters=rope,
-        dtype="bfloat16",
+    fields: dict[str, object] = {
+        "vocab_size": settings.VOCAB_SIZE,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": RMS_EPS,
+        "tie_word_embeddings": True,
+        "bos_token_id": settings.BOS_ID,
+        "eos_token_id": settings.EOS_ID,
+        "pad_token_id": None,
+        "rope_parameters": rope,
+        "dtype": "bfloat16",
+    }
+    if not shape.experts:
+        return LlamaConfig(**fields)
+    return Qwen3MoeConfig(
+        **fields,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.used,
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE,
     )
 
 
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [length, head_dim], from transformers itself so that both agree exactly."""
-    rotary = LlamaRotaryEmbedding(llama_config(shape))
+    rotary = LlamaRotaryEmbedding(config_of(shape))
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None])
     return cos[0], sin[0]
 
@@ -73,7 +84,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of multi-head attention."""
+    """The four projections of multi-head attention, and the norms of queries and keys that Qwen3's form has."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -82,12 +93,14 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.v_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.q_norm = Norm(self.head_dim) if shape.experts else nn.Identity()
+        self.k_norm = Norm(self.head_dim) if shape.experts else nn.Identity()
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, length, hidden] -> rotated q and k, and v, each [batch, heads, length, head_dim]."""
         split = (*x.shape[:2], self.heads, self.head_dim)
-        q = rotate(self.q_proj(x).view(split).transpose(1, 2), cos, sin)
-        k = rotate(self.k_proj(x).view(split).transpose(1, 2), cos, sin)
+        q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(split)).transpose(1, 2), cos, sin)
         return q, k, self.v_proj(x).view(split).transpose(1, 2)
 
     def join(self, out: Tensor) -> Tensor:
@@ -116,7 +129,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = Norm(shape.hidden)
-        self.mlp = FeedForward(shape)
+        self.mlp = Mixture(shape) if shape.experts else FeedForward(shape)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention itself."""

@@ -12,6 +12,8 @@ BOS_ID, EOS_ID = 0, 1
 
 HELD_OUT_BOOKS = ("austen-persuasion", "chesterton-thursday")
 HELD_OUT_SPEECHES = 6  # the most recent ones
+HELD_OUT_MODULES = ("argparse", "tarfile")  # of Python's library, which the mixture reads too
+NO_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3"}  # folders
 WRAPPED_SHARE = 0.15  # share of a book's weight that keeps its hard line breaks
 
 # How often a document is seen per pass, relative to a speech.  Novels and stories are what the demo should sound
@@ -31,7 +33,7 @@ SPEECH_WEIGHT = 0.8
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama architecture (multi-head attention, tied embeddings)."""
+    """A Llama architecture (multi-head attention, tied embeddings), or with experts Qwen3's of mixtures."""
 
     hidden: int
     layers: int
@@ -39,6 +41,8 @@ class Shape:
     intermediate: int
     max_positions: int
     yarn_factor: float | None = None  # None: plain rotary positions
+    experts: int = 0  # of a layer, each of size `intermediate`; 0: a dense network
+    used: int = 0  # of them, by a row
 
     @property
     def head_dim(self) -> int:
@@ -50,6 +54,7 @@ YARN_FACTOR = 16.0
 TARGET = Shape(hidden=384, layers=8, heads=6, intermediate=640, max_positions=TRAINED_POSITIONS)
 TARGET_LONG = Shape(hidden=384, layers=8, heads=6, intermediate=640, max_positions=32768, yarn_factor=YARN_FACTOR)
 DRAFT = Shape(hidden=128, layers=3, heads=2, intermediate=352, max_positions=TRAINED_POSITIONS)
+MIXTURE = Shape(hidden=256, layers=4, heads=4, intermediate=128, max_positions=TRAINED_POSITIONS, experts=64, used=4)
 
 
 @dataclass(frozen=True)

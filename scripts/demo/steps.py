@@ -1,4 +1,4 @@
-"""The three training steps and their schedules."""
+"""The training steps and their schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from . import distill, settings, training
+from . import distill, mixture, settings, training
 from .data import Corpus
 from .model import Llama
 from .settings import Paths, Phase, Schedule
@@ -40,6 +40,14 @@ DRAFT_SCHEDULE = Schedule(
     other_lr=3e-3,
     warmup=40,
     decay_share=0.5,
+)
+MIXTURE_SCHEDULE = Schedule(
+    phases=(Phase(450, 16, 512),),
+    matrix_lr=0.02,
+    other_lr=2e-3,
+    warmup=40,
+    decay_share=1 / 3,
+    final_share=0.05,
 )
 
 
@@ -106,5 +114,26 @@ def train_draft(corpus: Corpus, paths: Paths) -> None:
             checkpoint=paths.checkpoint("draft"),
             check=lesson.overlap,
             check_ids=training.held_out_windows(corpus, distill.TEACHER_LENGTH, per_book=8),
+        )
+    )
+
+
+def train_mixture(corpus: Corpus, paths: Paths) -> None:
+    """A mixture of experts from scratch, at 512 positions."""
+    torch.manual_seed(settings.SEED)
+    model = Llama(settings.MIXTURE)
+
+    def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        return corpus.windows(phase.length, rng)
+
+    training.train(
+        Run(
+            model=model,
+            schedule=MIXTURE_SCHEDULE,
+            source=source,
+            loss=mixture.balanced(model),
+            checkpoint=paths.checkpoint("mixture"),
+            check=model.loss,
+            check_ids=training.held_out_windows(corpus, 512, per_book=8),
         )
     )

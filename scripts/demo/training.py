@@ -37,10 +37,11 @@ class Run:
 
 
 def optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Muon for the matrices inside the layers, AdamW for the embedding, the norms, routers and experts."""
     named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    is_matrix = {name: p.ndim == 2 and "embed" not in name and "mlp.gate." not in name for name, p in named}
+    matrices = [p for name, p in named if is_matrix[name]]
+    others = [p for name, p in named if not is_matrix[name]]
     muon = torch.optim.Muon(matrices, lr=schedule.matrix_lr, weight_decay=schedule.weight_decay, momentum=0.95)
     adam = torch.optim.AdamW(others, lr=schedule.other_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adam]

@@ -110,14 +110,18 @@ def _run(
     normed, scored = (each.contiguous() for each in mixture.normed(rows))
     normed = normed if latents is None else latents.contiguous()
     scores = score(experts, router, scored)
-    room = homes.room if len(rows) <= MAX_ROWS else None
+    lent = homes.room if homes.room is not None and homes.room.is_lent else None
+    room = homes.room if lent is None and len(rows) <= MAX_ROWS else None
     chosen, weights = choose(experts, router, scores, real, like=scored, room=room)
     first = homes.bank.places[0]
     lines = arranged(chosen, experts.count, rows_of_tile(chosen.numel(), experts.count, first, fixed), room=room)
     sizes = experts.network.size, normed.shape[1]
-    inner, made = (torch.empty(chosen.numel(), size, dtype=rows.dtype, device=rows.device) for size in sizes)
-    inner, made = _taken(room, "inner", inner), _taken(room, "made", made)
-    normed = normed if room is None else room.take("normed", normed).copy_(normed)
+    inner, made = (
+        _taken(lent or room, name, (chosen.numel(), size), rows.dtype, rows.device)
+        for name, size in zip(("inner", "made"), sizes, strict=True)
+    )
+    if room is not None:
+        normed = room.take("normed", normed.shape, normed.dtype, normed.device).copy_(normed)
 
     def multiply() -> None:
         own = {each: FixedRows.of(normed, each) for each in {*_encodings(first.gate, first.up)}} if fixed else {}
@@ -126,10 +130,11 @@ def _run(
             if on_host is not None and batch.bank.content.device != rows.device:
                 on_host.run(experts, batch, made)
                 continue
-            _inner(experts, first, lines, batch, normed, inner, own)
+            here = batch.bank.places[0]
+            _inner(experts, here, lines, batch, normed, inner, own, lent)
             pairs = Pairs(chosen, batch.places)
             of_inner = {each: FixedRows.of(inner, each, pairs) for each in _encodings(first.down)} if fixed else {}
-            _multiply(_Products(first.down, first.down_bias), lines, batch, inner, made, of_inner)
+            _multiply(_Products(here.down, here.down_bias), lines, batch, inner, made, of_inner)
 
     if room is None:
         multiply()
@@ -158,8 +163,10 @@ def score(experts: Experts, router: Router, rows: Tensor) -> Tensor:
     return scores
 
 
-def _taken(room: Room | None, name: str, like: Tensor) -> Tensor:
-    return like if room is None else room.take(name, like)
+def _taken(room: Room | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if room is not None:
+        return room.take(name, shape, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def choose(
@@ -175,7 +182,7 @@ def choose(
     expert of equal ones, in `room` if there is one; and their weights, fp32 [T, used]. real: see `RunExperts`; of
     padding the experts' number. like: of the rows' dtype; None: fp32."""
     count, used, num_rows = experts.count, experts.used, len(scores)
-    chosen = _taken(room, "chosen", torch.empty(num_rows, used, dtype=torch.int32, device=scores.device))
+    chosen = _taken(room, "chosen", (num_rows, used), torch.int32, scores.device)
     weights = torch.empty(num_rows, used, device=scores.device)
     vectors = (scores if each is None else each for each in (router.bias, router.scale, real, like))
     launch(
@@ -213,8 +220,7 @@ def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None)
     num_pairs = chosen.numel()
     tiles = most_tiles(num_pairs, count, rows)
     sizes = {"pair_of": tiles * rows, "expert_of": tiles}
-    made = {name: torch.empty(size, dtype=torch.int32, device=chosen.device) for name, size in sizes.items()}
-    pair_of, expert_of = (_taken(room, name, each) for name, each in made.items())
+    pair_of, expert_of = (_taken(room, name, (size,), torch.int32, chosen.device) for name, size in sizes.items())
     block = PAIRS[num_pairs > 8 * PAIRS[1]]
     launch(
         arrange_pairs, (count,), (chosen, pair_of, expert_of, num_pairs, tiles),
@@ -225,16 +231,17 @@ def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None)
 
 def _inner(
     experts: Experts, first: ExpertWeights, lines: Lines, batch: Batch, rows: Tensor, inner: Tensor,
-    fixed: Mapping[Encoding, FixedRows],
+    fixed: Mapping[Encoding, FixedRows], room: Room | None,
 ) -> None:  # fmt: skip
     """Fill inner [pairs, size] for the experts in a batch. Gate and up in two encodings are multiplied apart. fixed:
-    the rows in fixed point, for each encoding; empty where they are multiplied as they are."""
+    the rows in fixed point, for each encoding; empty where they are multiplied as they are. room: for the numbers of
+    both."""
     gate, up, bias, used = first.gate, first.up, first.gate_up_bias, experts.used
     activation = experts.network.activation
     if gate is None or _encoding(gate) == _encoding(up):
         _multiply(_Products(up, bias, used, gate, activation), lines, batch, rows, inner, fixed)
         return
-    both = torch.empty(len(inner), 2 * inner.shape[1], dtype=inner.dtype, device=inner.device)
+    both = _taken(room, "both", (len(inner), 2 * inner.shape[1]), inner.dtype, inner.device)
     biases = (None, None) if bias is None else bias.chunk(2)
     for matrix, own, out in zip((gate, up), biases, both.chunk(2, 1), strict=True):
         _multiply(_Products(matrix, own, used), lines, batch, rows, out, fixed)

@@ -508,7 +508,7 @@ def assert_same_text(environment: str, folder: Path, length: int, **form: bool) 
     write_converted(folder, file, tokenizer="", change=with_ids, **form)
     prompt = random_tokens(length, vocabulary=256)
     plan = tiny_plan(file, None, replace(Sizes(), capacity=200), num_prompt_tokens=length, max_tokens=40)
-    with tiny_engine(plan, folder) as engine:
+    with tiny_engine(plan, file) as engine:
         steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
         ours = [token for step in steps for token in step.tokens]
     python = python_of(Path(environment))

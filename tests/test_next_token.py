@@ -531,7 +531,7 @@ def test_drafts_after_a_pass_whose_rows_all_stay_overwrite_no_row_that_counts() 
         placement=SimpleNamespace(rows=rows),
         request=SimpleNamespace(dtype="fp32"),
     )
-    head = SimpleNamespace(config=SimpleNamespace(reads_hidden=True, assistant=None, hidden_size=1))
+    head = SimpleNamespace(config=SimpleNamespace(reads_hidden=True, assistant=None, row_size=1))
     hidden = last_hidden(plan, head, Memory(torch.device("cpu")))  # type: ignore[arg-type]
     assert hidden is not None
     numbered = torch.arange(1.0, 4000.0)[:, None]

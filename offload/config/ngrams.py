@@ -96,7 +96,7 @@ class NGrams:
         return tuple((min(each, self.num_rows - first), self.row_size) for first in range(0, self.num_rows, each))
 
     def stored(self, table: str, keys: str, values: str) -> NGrams:
-        """The same with other encodings."""
+        """The n-gram embedding with other encodings."""
         return replace(self, table_encoding=table, key_encoding=keys, value_encoding=values)
 
     @property

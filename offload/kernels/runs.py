@@ -94,7 +94,7 @@ class Chosen:
     pages: tuple[int, int] | None = None
 
     def of_rows(self, rows: slice) -> Chosen:
-        """The same of some rows."""
+        """The blocks of some rows."""
         return replace(self, blocks=self.blocks[rows].contiguous(), tokens=self.tokens[rows].contiguous())
 
 

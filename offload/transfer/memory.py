@@ -90,10 +90,12 @@ class Memory:
 
         Raises DoesNotFit, with the numbers, if the system refuses the block or its pinning.
         """
+        num_bytes = math.prod(shape) * dtype.itemsize
         if tier == "device" and self.device.type != "cpu":
             block = self._device_block(shape, dtype)
         else:
-            block = self._host_block(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            made = self._host_block if tier == "host" else self._new_host_block
+            block = (made(num_bytes) if num_bytes else torch.zeros(0, dtype=torch.uint8)).view(dtype).view(shape)
         self._count(tier, purpose, block.nbytes)
         return block
 
@@ -156,8 +158,6 @@ class Memory:
 
     def _host_block(self, num_bytes: int) -> Tensor:
         """A host block: one that was made ahead, or a new one, see `_new_host_block`."""
-        if not num_bytes:
-            return torch.zeros(0, dtype=torch.uint8)
         block = None if self._ahead is None else self._ahead.take(num_bytes)
         return self._new_host_block(num_bytes) if block is None else block
 

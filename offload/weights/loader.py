@@ -204,7 +204,7 @@ class _Loader:
         return StreamWeights(self._config.streams, self.norm(), down, up)
 
     def last(self) -> NormWeights | StreamWeights:
-        """What the last hidden rows go through before the head."""
+        """The norm of the last hidden rows, or the mean of their streams, which the head reads."""
         return self.norm() if self._config.streams is None else self.last_mean()
 
     def ngrams(self, tier: TableTier, num_rows: int, readers: Disk | None) -> dict[int, Table]:

@@ -106,7 +106,7 @@ def state_cache(plan: Plan, target: Decoder, memory: Memory) -> StateCache | Non
 
 
 def ngram_caches(plan: Plan, target: Decoder, memory: Memory) -> tuple[StateCache, RecentIds] | None:
-    """What a sequence keeps for the target's n-grams: the rows that their convolutions read, and ids; None without
+    """The caches of a sequence for the target's n-grams: the rows that their convolutions read, and ids; None without
     n-grams."""
     config, kept = target.config, plan.placement.checkpoints
     if not config.with_ngrams:

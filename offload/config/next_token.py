@@ -18,8 +18,8 @@ def head_of(model: ModelConfig) -> ModelConfig | None:
         return None
     drafted = DRAFTED_TOKENS if model.vocab_size >= 2 * DRAFTED_TOKENS else model.vocab_size
     names = replace(model.names, experts=model.names.next_token.experts or model.names.experts)
-    blocks = (model.next_token,)
-    return replace(model, vocab_size=drafted, blocks=blocks, names=names, next_token=None, is_head=True)
+    own = {"blocks": (model.next_token,), "next_token": None, "last_mean_encodings": ("", "")}  # which is read unpacked
+    return replace(model, vocab_size=drafted, names=names, is_head=True, **own)  # type: ignore[arg-type]
 
 
 def join_of(head: ModelConfig) -> Matrix:

@@ -42,7 +42,9 @@ class NextTokenDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, own: NextTokenWeights, model: Weights, kernels: DeviceKernels) -> None:
         layers, head = ResidentLayers([own.layer], own.nbytes), _first_rows(model.head, config.vocab_size)
-        weights = replace(model, layers=layers, final_norm=own.norm, head=head, scoring=(), experts=own.experts)
+        weights = replace(
+            model, layers=layers, final_norm=own.norm, head=head, scoring=(), experts=own.experts, ngrams={}
+        )
         super().__init__(config, weights, None, kernels)
         self._own, self._model_norm = own, model.final_norm
         self._hidden = torch.empty(0)

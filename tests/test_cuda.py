@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from kit.asked import Asked, alone, together  # noqa: E402
 from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution  # noqa: E402
+from offload.config.norm import Norm  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
@@ -343,6 +344,27 @@ def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are
             for counts, kind in DIVIDED:
                 found = in_passes(own, weights, rows, counts, run, kind)
                 assert all(map(torch.equal, found, wanted)), (own, dtype, counts, kind)
+
+
+def test_streams_are_mixed_as_by_torchs_operators_whatever_rows_are_beside_a_row() -> None:
+    """With the sizes of Qwen3.8-Flash-Next, and odd ones."""
+    own = gpu_kernels(torch.device(DEVICE)).streams
+    for count, size, rank in ((4, 2560, 320), (3, 1030, 7)):
+        norm = NormWeights(Norm(plus_one=True, fp32=True), 1 + torch.randn(count * size, device=DEVICE))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, mixes = torch.randn(2, 9, count * size, device=DEVICE).to(dtype)
+            low, part = (torch.randn(9, width, device=DEVICE).to(dtype) for width in (rank + count, size))
+            found = []
+            for kernels, rows in ((own, 9), (own, 2), (NONE.streams, 9)):
+                added, (inner, factors) = x[:rows].clone(), kernels.gates(low[:rows], rank, count)
+                kernels.inject(added, part[:rows], factors)
+                mean = kernels.mean(mixes[:rows], x[:rows], count)
+                found.append([kernels.normed(x[:rows], norm, count), inner, factors, mean, added])
+            every, some, theirs = found
+            assert all(torch.equal(out, of_all[:2]) for out, of_all in zip(some, every, strict=True)), (size, dtype)
+            eps = max(torch.finfo(dtype).eps, 1e-6)
+            for out, wanted in zip(every, theirs, strict=True):
+                torch.testing.assert_close(out, wanted, rtol=2 * eps, atol=2 * eps)
 
 
 def test_chosen_blocks_are_those_of_exact_scores_whatever_rows_are_beside_a_row() -> None:

@@ -75,6 +75,7 @@ INTERPRETED = [
     "gpu",
     "delta",
     "convolution",
+    "streams",
     "chosen",
     "prefill",
     "latent_prefill",

@@ -29,6 +29,7 @@ from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.recurrence import RunRecurrence
 from offload.kernels.runs import RunAttention
+from offload.kernels.streams import BY_TORCH, StreamKernels
 
 
 class MakeAttention(Protocol):
@@ -131,6 +132,8 @@ class DeviceKernels:
     decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix
     # See `kernels.activation.gated`.
     gated: Gated = gated
+    # Of rows of several residual streams.
+    streams: StreamKernels = BY_TORCH
     # By the kind of the recurrence: see `kernels.recurrence.RunRecurrence`.
     recurrences: Mapping[type[Recurring], RunRecurrence[Any]] = field(
         default_factory=lambda: {

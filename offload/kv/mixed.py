@@ -34,7 +34,7 @@ class MixedCache:
         convolved: StateCache | None = None,
         ids: RecentIds | None = None,
     ) -> None:
-        assert not drafts or convolved is ids is None, "a head that drafts has no n-grams"
+        assert not drafts or (convolved is None and ids is None), "a head that drafts has no n-grams"
         self.growing, self.windows, self.states, self._drafts = growing, windows, states, drafts
         self._convolved, self._ids = convolved, ids
         self._beside = [each for each in (windows, states, convolved) if each is not None]

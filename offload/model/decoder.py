@@ -70,7 +70,7 @@ class Decoder:
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
         experts = weights.experts or (None,) * config.num_layers
-        layers = partial(TorchLayers, config, self._sums, kernels.gated)
+        layers = partial(TorchLayers, config, self._sums, kernels)
         self._operators = layers(experts, self._run_experts)
         self._prefill = layers([*map(in_prefill, experts)], self._run_experts and kernels.prefill_experts)
         self._native: NativeLayers | None = None
@@ -319,7 +319,7 @@ class Decoder:
         else:
             multiply = partial(self._operators.multiply, blocks=blocks)
         if isinstance(last, StreamWeights):
-            hidden, norm = mean_of(hidden, last, multiply).rows, None
+            hidden, norm = mean_of(hidden, last, multiply, self._kernels.streams).rows, None
         else:
             norm = last
         logits = multiply(hidden, head, norm)

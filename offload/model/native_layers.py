@@ -16,6 +16,7 @@ from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import MixtureCalls
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
+from offload.kernels.streams import inject
 from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import (
@@ -36,7 +37,7 @@ from offload.model.layer import (
 )
 from offload.model.native_room import Room, product_steps, rooms
 from offload.model.ngrams import add_ngrams
-from offload.model.streams import inject, mean_of
+from offload.model.streams import mean_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights

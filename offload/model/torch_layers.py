@@ -13,7 +13,7 @@ from offload.config.block import Block
 from offload.config.mixers import LOW_RANK_PARTS, Latent
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
-from offload.kernels.device import Gated
+from offload.kernels.device import DeviceKernels
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.experts_host import HostRows
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
@@ -38,7 +38,7 @@ from offload.model.layer import (
     takes_input,
 )
 from offload.model.ngrams import add_ngrams
-from offload.model.streams import inject, mean_of
+from offload.model.streams import mean_of
 from offload.model.sums import Due, OneRank, Sums, dues_of
 from offload.speed.routing import wants_nearly_all
 from offload.weights.layout import LayerWeights
@@ -59,19 +59,19 @@ class _Block:
 
 
 class TorchLayers:
-    """Executor of layers' steps by torch's operators and the device's kernels of gates and experts. The list of steps
+    """Executor of layers' steps by torch's operators and the device's kernels of single steps. The list of steps
     is made once for each set of weights, whose addresses do not change: streamed weights use a few staging buffers."""
 
     def __init__(
         self,
         config: ModelConfig,
         sums: Sums,
-        gated: Gated,
+        kernels: DeviceKernels,
         experts: Sequence[ExpertHomes | None],
         run_experts: RunExperts | None,
     ) -> None:
         """experts: of each layer. run_experts: None for torch's operators."""
-        self._config, self._sums, self._gated = config, sums, gated
+        self._config, self._sums, self._kernels = config, sums, kernels
         self._experts, self._run_experts = experts, run_experts
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
@@ -196,10 +196,12 @@ class TorchLayers:
                 part = operands[step.read]
                 add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
             case Mean():
-                operands["read"], operands["factors"] = mean_of(x, step.weights, partial(_multiplied, blocks))
+                multiply = partial(_multiplied, blocks)
+                operands["read"], operands["factors"] = mean_of(x, step.weights, multiply, self._kernels.streams)
             case Inject():
                 part = operands[step.part]
-                inject(x, part if step.is_whole else self._sums.total(part), operands["factors"])
+                part = part if step.is_whole else self._sums.total(part)
+                self._kernels.streams.inject(x, part, operands["factors"])
             case AddNGrams():
                 assert given is not None
                 convolve = partial(caches.convolve, layer, weights=step.weights.convolution)
@@ -235,7 +237,7 @@ class TorchLayers:
         """The step's product over rows [n, inputs] with its ending, except for "add"."""
         made = step.linear(rows if step.norm is None else step.norm(rows))
         if step.ending == "gate":
-            return self._gated(made, step.activation)
+            return self._kernels.gated(made, step.activation)
         return activated(made, step.activation) if step.ending == "activate" else made
 
     def _mixed(

@@ -1,8 +1,8 @@
 """The number of kernels of a layer's pass over few rows on one GPU, from the layer's description.
 
 They are those of `model.torch_layers` and `kernels.gpu`, which tests/test_real_sizes.py counts on paper, but for those
-of streams, an index and n-grams, which are torch's operators and counted here. Not in them: attention to further runs
-of a long cache, and matrices of one product that are stored in unlike encodings.
+of an index and of n-grams, most of which are torch's operators and counted here. Not in them: attention to further
+runs of a long cache, and matrices of one product that are stored in unlike encodings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GATE = 2  # of the heads' output: its function, the product
 _LATENT = 6  # by head two products and the copies that they read, halves joined, of queries and of a token's row
 _LOW_RANK = 5  # of a delta rule: two products, what they read, rows joined
 _EXPERTS = 6  # scores, choice, order, two products, the sum
-_MEAN = 27  # of streams, with two products: norm, three activations, mixes, factors; and a sum for each stream
+_MEAN = 3  # of streams, between two products: the norm, gates, the mean
 _INDEX = 36  # a product, norms, rotations, pooling, the choice and its blocks, of which several are indexing
 _NGRAMS = 45  # two products, three norms, the score with its root and sign, the gate, values, the convolution
 _APART = 3  # more where gate and up are stored in unlike encodings
@@ -81,8 +81,9 @@ def _streams(block: Block) -> int:
     """Kernels of the means over streams that mixer and network read, and of n-grams."""
     if block.streams is None:
         return 0
-    parts = block.has_mixer + block.has_network
-    return parts * (_MEAN + block.streams.count + 1) + _NGRAMS * (block.ngrams is not None)
+    down, inject, up = (block.encodings.streams or ("", "", ""))[:3]
+    mean = _MEAN + _product((down, inject)) + _product((up,))
+    return (block.has_mixer + block.has_network) * mean + _NGRAMS * (block.ngrams is not None)
 
 
 def _norms(norm: Norm | None) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from offload.config.streams import Streams
-from offload.kernels.norms import NormWeights, normed_heads
+from offload.kernels.norms import NormWeights
 from offload.weights.linear import Linear
 
 
@@ -20,7 +18,3 @@ class StreamWeights:
     norm: NormWeights
     low: Linear
     up: Linear
-
-    def normed(self, x: Tensor) -> Tensor:
-        """x [T, count * hidden] -> x, each stream normed by itself."""
-        return normed_heads(x, self.norm, x.shape[1] // self.streams.count)

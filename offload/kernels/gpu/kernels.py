@@ -23,6 +23,7 @@ from offload.kernels.gpu import (
     experts,
     quantised_products,
     stored_products,
+    streams,
 )
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.halves import LatentTiles
@@ -81,6 +82,7 @@ GPU_KERNELS = DeviceKernels(
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,
     gated=activation.gated,
+    streams=streams.BY_TRITON,
     recurrences={
         DeltaRule: delta.run_states,
         Mamba2: delta.run_states,

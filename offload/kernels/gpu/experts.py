@@ -166,7 +166,7 @@ def score(experts: Experts, router: Router, rows: Tensor) -> Tensor:
 def _taken(room: Room | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if room is not None:
         return room.take(name, shape, dtype, device)
-    return torch.empty(*shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def choose(

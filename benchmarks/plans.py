@@ -193,6 +193,20 @@ MIXTURES: dict[str, tuple[dict[str, object], str]] = {  # "": as in its config.j
         "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
         "max_position_embeddings": 262144, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
     }, "Q4_K_M"),
+    "Qwen3.8-Flash-Next Q4_K_M": ({
+        "model_type": "qwen4_exp_text", "vocab_size": 248320, "hidden_size": 2560, "num_hidden_layers": 48,
+        "num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "output_gate_type": "sigmoid", "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 640,
+        "shared_expert_intermediate_size": 640, "hc_count": 4, "hc_lowrank": 320, "indexer_n_heads": 4,
+        "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+        "ple_layer_ids": [2], "split_ngram_parts": 128, "eos_token_id": 248044, "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6, "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+        },
+    }, "Q4_K_M"),
 }  # fmt: skip
 HOSTS = (64, 128)  # GB of memory
 SHORT_HOSTS = (32, 64, 128)

@@ -125,6 +125,22 @@ class DiskStats:
         return DiskStats(self.reads - earlier.reads, self.num_bytes - earlier.num_bytes, self.seconds - earlier.seconds)
 
 
+@dataclass(frozen=True)
+class TableStats:
+    """Counters of the rows of a table in files that passes chose: those that were in host memory, and those that were
+    read. A row counts once in a pass."""
+
+    hits: int = 0
+    misses: int = 0
+
+    def __add__(self, other: TableStats) -> TableStats:
+        return TableStats(self.hits + other.hits, self.misses + other.misses)
+
+    def __sub__(self, earlier: TableStats) -> TableStats:
+        """The counts since `earlier`."""
+        return TableStats(self.hits - earlier.hits, self.misses - earlier.misses)
+
+
 @dataclass
 class LinkStats:
     """Traffic over the link, and from the disk. busy_seconds: time with at least one copy from host to device in

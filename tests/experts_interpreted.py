@@ -85,7 +85,8 @@ def _memory_is_written_before_it_is_read_and_no_further(monkeypatch: pytest.Monk
     """Old numbers are NaN, or those of an expert or a pair that may well exist."""
     empty, behind = torch.empty, list[Tensor]()
 
-    def watched(*size: int, **more: Any) -> Tensor:
+    def watched(*size: Any, **more: Any) -> Tensor:
+        size = size[0] if isinstance(size[0], tuple) else size
         number = prod(size)
         room = empty(number + 64, **more)
         room.fill_(torch.nan if room.is_floating_point() else 2)

@@ -20,17 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kit.asked import Asked, alone, together  # noqa: E402
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution  # noqa: E402
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution  # noqa: E402
+from offload.config.norm import Norm  # noqa: E402
 from offload.decode.sampling import SamplingParams  # noqa: E402
 from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  # noqa: E402
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
-from offload.kernels.convolution import short_convolution  # noqa: E402
+from offload.kernels.choosing import choose  # noqa: E402
 from offload.kernels.device import NONE  # noqa: E402
 from offload.kernels.norms import NormWeights  # noqa: E402
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed, RunRecurrence  # noqa: E402
+from offload.kernels.rope import RopeTable, Scoring  # noqa: E402
+from offload.kernels.runs import Chosen, Rows, Run  # noqa: E402
 from offload.model.passes import forward  # noqa: E402
 from offload.plan.options import Options  # noqa: E402
 from offload.plan.planner import Plan  # noqa: E402
@@ -293,7 +296,7 @@ def delta_weights(delta: DeltaRule | Mamba2) -> RecurrenceWeights:
 
 
 def in_passes(
-    delta: Recurrence,
+    delta: Recurring,
     weights: RecurrenceWeights,
     rows: torch.Tensor,
     counts: list[int],
@@ -325,17 +328,77 @@ DIVIDED = (
 
 
 def test_short_convolutions_have_the_bits_of_torchs_operators_however_tokens_are_divided() -> None:
-    """With sizes of LFM2 and LFM3, and with odd ones."""
-    run = gpu_kernels(torch.device(DEVICE)).recurrences[ShortConvolution]
-    for own in (ShortConvolution(2048), ShortConvolution(2048, 7), ShortConvolution(33, 4, taps_bias=True)):
-        bias = torch.randn(own.channels, device=DEVICE) if own.taps_bias else None
-        weights = RecurrenceWeights(torch.randn(own.width, own.channels, device=DEVICE), taps_bias=bias)
+    """With sizes of LFM2 and LFM3, and with odd ones. Dilated ones, with sizes of Qwen3.8-Flash-Next, have a GPU's own
+    bits, whose e^x is another."""
+    dilated = DilatedConvolution(10240, 4, 3), DilatedConvolution(33, 3, 2)
+    for own in (*dilated, ShortConvolution(2048), ShortConvolution(2048, 7), ShortConvolution(33, 4, taps_bias=True)):
+        run, by_torch = (each.recurrences[type(own)] for each in (gpu_kernels(torch.device(DEVICE)), NONE))
+        vectors = {name: torch.randn(*shape, device=DEVICE) for name, shape in own.vectors.items()}
+        weights = RecurrenceWeights(**vectors)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            rows = torch.randn(150, sum(own.parts), device=DEVICE).to(dtype)
-            wanted = in_passes(own, weights, rows, [75, 75], short_convolution)
+            rows = torch.randn(150, sum(own.row_parts), device=DEVICE).to(dtype)
+            wanted = in_passes(own, weights, rows, [75, 75], by_torch)
+            if isinstance(own, DilatedConvolution):
+                near, wanted = wanted, in_passes(own, weights, rows, [75, 75], run)
+                torch.testing.assert_close(wanted[0], near[0], rtol=2 * max(torch.finfo(dtype).eps, 1e-6), atol=0)
             for counts, kind in DIVIDED:
                 found = in_passes(own, weights, rows, counts, run, kind)
                 assert all(map(torch.equal, found, wanted)), (own, dtype, counts, kind)
+
+
+def test_streams_are_mixed_as_by_torchs_operators_whatever_rows_are_beside_a_row() -> None:
+    """With the sizes of Qwen3.8-Flash-Next, and odd ones."""
+    own = gpu_kernels(torch.device(DEVICE)).streams
+    for count, size, rank in ((4, 2560, 320), (3, 1030, 7)):
+        norm = NormWeights(Norm(plus_one=True, fp32=True), 1 + torch.randn(count * size, device=DEVICE))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, mixes = torch.randn(2, 9, count * size, device=DEVICE).to(dtype)
+            low, part = (torch.randn(9, width, device=DEVICE).to(dtype) for width in (rank + count, size))
+            found = []
+            for kernels, rows in ((own, 9), (own, 2), (NONE.streams, 9)):
+                added, (inner, factors) = x[:rows].clone(), kernels.gates(low[:rows], rank, count)
+                kernels.inject(added, part[:rows], factors)
+                mean = kernels.mean(mixes[:rows], x[:rows], count)
+                found.append([kernels.normed(x[:rows], norm, count), inner, factors, mean, added])
+            every, some, theirs = found
+            assert all(torch.equal(out, of_all[:2]) for out, of_all in zip(some, every, strict=True)), (size, dtype)
+            eps = max(torch.finfo(dtype).eps, 1e-6)
+            for out, wanted in zip(every, theirs, strict=True):
+                torch.testing.assert_close(out, wanted, rtol=2 * eps, atol=2 * eps)
+
+
+def test_chosen_blocks_are_those_of_exact_scores_whatever_rows_are_beside_a_row() -> None:
+    """Of small whole numbers, whose sums are exact and often equal; then of any numbers."""
+    own, generator = gpu_kernels(torch.device(DEVICE)), torch.Generator().manual_seed(0)
+    q = torch.randint(-1, 2, (70, 4, 128), generator=generator).bfloat16().to(DEVICE)
+    pooled = torch.randint(-1, 2, (20_000, 128), generator=generator).bfloat16().to(DEVICE)
+    visible = torch.randint(0, 20_001, (70,), generator=generator).to(DEVICE)
+    assert torch.equal(own.choose(q, pooled, visible, 512), choose(q, pooled, visible, 512))
+    q, pooled = (torch.randn(each.shape, generator=generator).bfloat16().to(DEVICE) for each in (q, pooled))
+    together = own.choose(q, pooled, visible, 512)
+    for first, count in ((0, 1), (15, 2), (63, 7)):
+        rows = slice(first, first + count)
+        assert torch.equal(own.choose(q[rows], pooled, visible[rows], 512), together[rows])
+
+
+def test_attention_over_all_blocks_has_the_bits_of_attention() -> None:
+    """Of rows whose last block is incomplete, and of one whose is whole."""
+    own, generator, tokens = gpu_kernels(torch.device(DEVICE)), torch.Generator().manual_seed(0), 2051
+    table = torch.ones(tokens, 256), torch.zeros(tokens, 256)
+    scoring = Scoring(RopeTable(*(each.bfloat16().to(DEVICE) for each in table)))
+    pages = torch.randn(2, 5, 2, 512, 256, generator=generator).bfloat16().to(DEVICE)
+    q = torch.randn(4, 24, 256, generator=generator).bfloat16().to(DEVICE)
+    rows, run = Rows(q, q[:, :2], q[:, :2], scoring, tokens - 4, tokens - 4), Run(pages, tokens)
+    seen = torch.arange(tokens - 3, tokens + 1, dtype=torch.int32, device=DEVICE)
+    blocks = torch.arange(513, dtype=torch.int32, device=DEVICE).repeat(4, 1)
+    chosen = Chosen(blocks.where(4 * blocks < seen[:, None], -1), seen, 4)
+    attention = own.attention(dtype=torch.bfloat16, page=512)
+    attention.begin(rows, [tokens])
+    attention.attend(run)
+    wanted = attention.merge()[0]
+    attention.begin(rows, [tokens])
+    attention.attend_chosen([run], chosen)
+    assert torch.equal(attention.merge()[0], wanted)
 
 
 def test_states_are_those_of_torchs_operators_and_have_the_same_bits_however_tokens_are_divided() -> None:

@@ -496,7 +496,7 @@ BUGS = {
     "an output of the state before the update": (
         "query @ state", "query @ (state - key.transpose(1, 2) * update.unsqueeze(1))"
     ),
-    "steps end at 1": ("delta.steps / _grown", "1 / _grown"),
+    "steps end at 1": ("delta.steps / grown", "1 / _grown"),
     "the decays of other heads": ("rates[:, None]", "rates.flip(0)[:, None]"),
     "value heads take turns": (
         "(states.key_heads,", "([head % states.num_key_heads for head in range(states.num_heads)],",
@@ -514,7 +514,7 @@ BUGS_BY_CHANNEL = {
     "a decay of the whole head": ("logs.exp_()", "logs.mean(2, keepdim=True).exp_()"),
     "the biases of another head": ("times + weights.time_bias", "times + weights.time_bias.roll(delta.key_dim)"),
     "the biases of other channels": ("times + weights.time_bias", "times + weights.time_bias.flip(0)"),
-    "the steps of another head": ("delta.steps / _grown(steps)", "delta.steps / _grown(steps.roll(1, 1))"),
+    "the steps of another head": ("delta.steps / grown(steps)", "delta.steps / grown(steps.roll(1, 1))"),
     "decays are never bounded": ("if delta.least is None else", "if True else"),
     "decays are always bounded": (
         "if delta.least is None else delta.least *", "if delta.least == 0 else (delta.least or -5) *"

@@ -31,7 +31,7 @@ from offload.config.gguf_architectures import ARCHITECTURES as KNOWN
 from offload.config.gguf_header import read_header
 from offload.config.mixers import Attention, DeltaRule, Mixer
 from offload.config.model import ModelConfig
-from offload.config.names import ExpertNames, NextTokenNames, RecurrenceNames, TensorNames
+from offload.config.names import ExpertNames, IndexNames, NextTokenNames, RecurrenceNames, TensorNames
 from offload.config.norm import Norm
 from offload.config.reading import read_config
 from offload.errors import ModelError
@@ -76,18 +76,25 @@ NAMES = [
 def plain(config: ModelConfig) -> ModelConfig:
     """Without what a file has otherwise than a folder: neighbours, norms' 1, dtype, the order of value heads."""
 
+    def plain_norm(found: Norm) -> Norm:
+        return replace(found, plus_one=False, fp32=False)
+
     def norm(found: Norm | None) -> Norm | None:
-        return found and replace(found, plus_one=False, fp32=False)
+        return found and plain_norm(found)
 
     def block(found: Block) -> Block:
         mixer: Mixer = found.mixer
         if isinstance(mixer, Attention):
-            mixer = replace(mixer, qk_norm=norm(mixer.qk_norm))
+            indexer = mixer.indexer and replace(mixer.indexer, norm=plain_norm(mixer.indexer.norm))
+            mixer = replace(mixer, qk_norm=norm(mixer.qk_norm), indexer=indexer)
         elif isinstance(mixer, DeltaRule):
             mixer = replace(mixer, norm=replace(mixer.norm, fp32=False), tiled=None)
         names = ("before_attention", "after_attention", "before_feed_forward", "after_feed_forward")
         norms = {name: norm(getattr(found, name)) for name in names}
-        return replace(found, mixer=mixer, encodings=Encodings(), factors=(), **norms)
+        streams = found.streams and replace(found.streams, norm=plain_norm(found.streams.norm))
+        grams = found.ngrams and replace(found.ngrams, norm=plain_norm(found.ngrams.norm), parts=1)
+        both = {"streams": streams, "ngrams": grams}
+        return replace(found, mixer=mixer, encodings=Encodings(), factors=(), **both, **norms)
 
     config = with_rope(config, neighbours=False).mapped(block)
     if config.family == "falcon_h1":  # a file has its multipliers in the weights
@@ -102,12 +109,13 @@ def plain(config: ModelConfig) -> ModelConfig:
             recurrence=RecurrenceNames(),
             experts=ExpertNames(),
             next_token=NextTokenNames(),
+            index=IndexNames(),
             unused=(),
             k_b=TensorNames.k_b,
             v_b=TensorNames.v_b,
         ),
         wrapper="",
-        norm=norm(config.norm) or config.norm,
+        norm=plain_norm(config.norm),
         dtype="",
         table_encoding="",
         head_encoding="",

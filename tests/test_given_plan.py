@@ -55,6 +55,9 @@ LATER = {  # plans of before do not have them
     ("placement", "expert_rows"): 512,
     ("placement", "staged_experts"): 0,
     ("placement", "prefill_bytes"): 0,
+    ("placement", "block_slots"): 0,
+    ("placement", "ngram_table"): "host",
+    ("placement", "ngram_rows"): 0,
     ("predicted", "missed_bytes"): 0,
     ("predicted", "hit_rate"): 1.0,
 }

@@ -23,7 +23,7 @@ from kit.forked import pytest_in_a_fork  # noqa: E402
 from kit.processor import left_to_torch  # noqa: E402
 from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution  # noqa: E402
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.encodings import ENCODINGS  # noqa: E402
@@ -35,6 +35,8 @@ from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import DeviceKernels  # noqa: E402
 from offload.kernels.gpu import (  # noqa: E402
     activation,
+    choosing,
+    chosen_programs,
     convolution,
     copies,
     delta_programs,
@@ -73,6 +75,8 @@ INTERPRETED = [
     "gpu",
     "delta",
     "convolution",
+    "streams",
+    "chosen",
     "prefill",
     "latent_prefill",
     "codes",
@@ -261,6 +265,45 @@ def test_attention_compiles_to_wide_loads_and_spills_nothing(
     assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # keys and values go past the registers
     assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
     assert "tf32" not in found.ptx
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bf16", 256, 12), ("fp16", 128, 4), ("fp32", 64, 1)])
+def test_attention_over_chosen_blocks_compiles_to_wide_loads_and_spills_nothing(
+    capability: int, dtype: str, dim: int, group: int
+) -> None:
+    tiling = Tiling(dim, ITEMSIZE[dtype])
+    shape = {"DIM": dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS, "STEP": tiling.step, "SPAN": SPAN, "GROUP": group}
+    rest = {"CAP": 0.0, "SIZE": 4, "PAGE": 512, "WIDEN": False}
+    pointers = dict.fromkeys(("queries", "keys", "values"), f"*{dtype}") | {"blocks": "*i32", "counts": "*i32"}
+    pointers |= {"partials": "*fp32", "sums": "*fp32"}
+    found = compiled(chosen_programs.attend_chosen, capability, pointers, shape | rest, tiling=tiling)
+    assert found.spilled_bytes == 0
+    assert found.registers <= (192 if tiling.itemsize == 2 else 255)
+    assert found.shared_bytes <= 56 * 2**10
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", found.ptx)
+    assert {int(num_bytes, 0) for num_bytes in copies} == {16}  # whole rows, wherever they are
+    assert ("mma.sync" in found.ptx or "wgmma" in found.ptx) == (tiling.itemsize == 2)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("dtype", "heads", "dim"), [("bf16", 4, 128), ("fp16", 2, 16), ("fp32", 4, 128)])
+def test_blocks_are_scored_and_chosen_in_registers(capability: int, dtype: str, heads: int, dim: int) -> None:
+    pointers = {"q": f"*{dtype}", "pooled": f"*{dtype}", "visible": "*i64", "scores": "*fp32"}
+    shape = {"HEADS": heads, "DIM": dim, "PART": choosing.part_of(dim, ITEMSIZE[dtype]), "ROWS": choosing.ROWS}
+    scored = compiled(choosing.score_blocks, capability, pointers, shape | {"KEYS": choosing.KEYS, "WIDEN": False})
+    assert scored.spilled_bytes == 0
+    assert ("mma.sync" in scored.ptx or "wgmma" in scored.ptx) == (dtype != "fp32")
+    pointers = dict.fromkeys(("scores", "numbers", "kept_scores", "kept_numbers"), "*i32") | {"visible": "*i64"}
+    for is_first in (True, False):
+        chunk, most = choosing.chunking(65536, 512)[0], 512
+        found = compiled(
+            choosing.keep_highest, capability, pointers, choosing.constants(chunk, most, is_first=is_first),
+            warps=choosing.CHUNK_WARPS,
+        )  # fmt: skip
+        assert found.spilled_bytes == 0
 
 
 @pytest.mark.few(2)
@@ -489,8 +532,14 @@ def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ITEMSIZE)
-@pytest.mark.parametrize("own", [ShortConvolution(2048), ShortConvolution(2048, 7, taps_bias=True)], ids=["3", "7"])
-def test_a_convolutions_sums_stay_in_registers(capability: int, dtype: str, own: ShortConvolution) -> None:
+@pytest.mark.parametrize(
+    "own",
+    [ShortConvolution(2048), ShortConvolution(2048, 7, taps_bias=True), DilatedConvolution(10240, 4, 3)],
+    ids=["3", "7", "dilated"],
+)
+def test_a_convolutions_sums_stay_in_registers(
+    capability: int, dtype: str, own: ShortConvolution | DilatedConvolution
+) -> None:
     pointers = dict.fromkeys(("held", "rows", "out"), f"*{dtype}") | dict.fromkeys(("taps", "bias"), "*fp32")
     pointers["there"] = "*i64"
     found = compiled(convolution.convolve, capability, pointers, convolution.constants(own), fuses=False)
@@ -515,6 +564,21 @@ def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int, sin
     assert merged.registers <= 96
     assert joined.registers <= 64
     assert "ld.global.v4" in merged.ptx or "cp.async.cg" in merged.ptx
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("words", [512, 256, 120])
+def test_blocks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, words: int) -> None:
+    shape = {"PER_PAGE": 128, "PER_TILE": 1024, "PER_SLOT_PAGE": 128, "WORDS": words}
+    shape |= {"WORDS_PADDED": 1 << (words - 1).bit_length()}
+    pointers = {"homes": "*i64", "wanted": "*i32", "slots": "*i32", "held": "*i32"}
+    found = compiled(copies.copy_blocks, capability, pointers, shape, warps=warps(words))
+    assert found.spilled_bytes == 0
+    assert found.registers <= 64
+    moved = re.findall(r"(?:ld|st)\.global\.v4\.b32", found.ptx)
+    assert len(moved) == 2
+    assert len(re.findall(r"st\.global", found.ptx)) == 1
 
 
 @pytest.mark.deep

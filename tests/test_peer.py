@@ -29,6 +29,7 @@ from torch import Tensor
 from kit.fake_peers import fake_environment
 from kit.families import save_tiny
 from kit.gguf_models import write_gguf as write_converted
+from kit.heads import with_head
 from kit.models import (
     DYNAMIC_ROPE,
     GREEDY,
@@ -92,6 +93,14 @@ NEXT: dict[str, object] = {
     **WIDE, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
+FLASH: dict[str, object] = {
+    **WIDE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 32, "hc_lowrank": 32,
+    "indexer_budget": 16,
+}  # fmt: skip
+GRAMS: dict[str, dict[str, object]] = {  # an end of text is in all prompts from 60 tokens on
+    "qwen4_exp": FLASH,
+    "qwen4_exp, n-grams": {**FLASH, "eos_token_id": random_tokens(60, vocabulary=256)[40]},
+}
 FEW: dict[str, object] = {**WIDE, "intermediate_size": 32}
 MIXTURES: dict[str, dict[str, object]] = {
     "minimax_m2": FEW,
@@ -455,6 +464,13 @@ class TestWheel:
         folder = save_tiny("qwen3_next", tmp_path / "model", tokenizer=True, **NEXT)
         assert_same_text(environment, folder, length, joins_states=joins_states)
 
+    @pytest.mark.parametrize("name", GRAMS)
+    @pytest.mark.parametrize("length", [1, 3, 60, 61, 62, 63, 150])
+    def test_llama_cpp_writes_what_we_write_of_qwen3_8_flash_next(self, environment, tmp_path, length, name):
+        """Beyond the budget of its indexer, at all lengths of the last block."""
+        folder = save_tiny(name, tmp_path / "model", tokenizer=True, **GRAMS[name])
+        assert_same_text(environment, with_head(folder), length)
+
     @pytest.mark.parametrize("name", GEMMA4)
     @pytest.mark.parametrize("length", [1, 3, 150])
     def test_llama_cpp_writes_what_we_write_of_gemma4(self, environment, tmp_path, length, name):
@@ -492,7 +508,7 @@ def assert_same_text(environment: str, folder: Path, length: int, **form: bool) 
     write_converted(folder, file, tokenizer="", change=with_ids, **form)
     prompt = random_tokens(length, vocabulary=256)
     plan = tiny_plan(file, None, replace(Sizes(), capacity=200), num_prompt_tokens=length, max_tokens=40)
-    with tiny_engine(plan, folder) as engine:
+    with tiny_engine(plan, file) as engine:
         steps = engine.generate(GenerationRequest(prompt, GREEDY, max_tokens=40))
         ours = [token for step in steps for token in step.tokens]
     python = python_of(Path(environment))

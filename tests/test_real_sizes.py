@@ -249,7 +249,7 @@ def test_hidden_rows_cross_the_link_without_a_wait_of_the_host() -> None:
     plan = planned(case.target, LLAMA_68M, case.num_gpus)
     with worker_without_bytes(plan, case.target, LLAMA_68M, with_flash=True) as (worker, gpu):
         streamed, dtype = worker._hidden_rows, worker.full.shape.dtype
-        resident = ResidentRows(worker.full.arena, case.target.hidden_size, dtype, block=NUM_PREFILLED)
+        resident = ResidentRows(worker.full.arena, case.target.row_size, dtype, block=NUM_PREFILLED)
         moved, waits = [], []
         for rows in (resident, resident, streamed):  # the first one sends other pages home, too
             before, waited = worker.link_stats, gpu.syncs.total()

@@ -17,7 +17,7 @@ from test_parity import assert_same_logits
 SIZES = Sizes(capacity=230, rows=4, prefill_block=32, page=16, pages=4)
 LATENTS = ("glm4_moe_lite", "mistral4", "deepseek_v2", "deepseek_v3", "kimi_linear", "bailing_hybrid")
 STATES = ("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5_moe")
-OTHERS = ("gemma4, inputs of layers", "laguna", "cohere2_moe", "afmoe", "minimax_m2")
+OTHERS = ("qwen4_exp, n-grams", "gemma4, inputs of layers", "laguna", "cohere2_moe", "afmoe", "minimax_m2")
 
 
 @pytest.mark.few(4)

@@ -33,7 +33,7 @@ from kit.models import (
     tiny_plan,
 )
 from kit.processor import OPERATORS, best, of
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution
 from offload.config.norm import Norm
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
@@ -59,7 +59,12 @@ from test_parity import assert_same_logits, in_prefill
 
 DELTA = DeltaRule(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
 MAMBA = Mamba2(2, 4, 4, 6, 3, Norm(1e-5, fp32=True))
-MIXERS: dict[str, Recurrence] = {"delta": DELTA, "mamba": MAMBA, "convolution": ShortConvolution(6, 4)}
+MIXERS: dict[str, Recurring] = {
+    "delta": DELTA,
+    "mamba": MAMBA,
+    "convolution": ShortConvolution(6, 4),
+    "dilated": DilatedConvolution(6, 3, 2),
+}
 LAYERS, ROWS, BLOCK, LONGEST = 2, 5, 3, 48
 TOKENS = range(64)
 SIZES = Sizes(capacity=45, rows=4, prefill_block=7, page=8, pages=2)
@@ -67,13 +72,13 @@ SIZES_LONG = Sizes(capacity=600, rows=4, prefill_block=512, page=64, pages=4)
 
 
 @functools.cache
-def weights(layer: int, mixer: Recurrence) -> RecurrenceWeights:
+def weights(layer: int, mixer: Recurring) -> RecurrenceWeights:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     generator = torch.Generator().manual_seed(layer)
-    if isinstance(mixer, ShortConvolution):
-        return RecurrenceWeights(some(mixer.width, mixer.channels))
+    if isinstance(mixer, ShortConvolution | DilatedConvolution):
+        return RecurrenceWeights(some(*mixer.vectors["taps"]))
     assert mixer.norm is not None
     norm = NormWeights(mixer.norm, 1 + 0.2 * some(mixer.norm_size))
     vectors = some(mixer.width, mixer.channels), -some(mixer.num_heads).exp(), some(mixer.num_heads)
@@ -82,10 +87,10 @@ def weights(layer: int, mixer: Recurrence) -> RecurrenceWeights:
 
 
 @functools.cache
-def rows(layer: int, seed: int, mixer: Recurrence) -> Tensor:
+def rows(layer: int, seed: int, mixer: Recurring) -> Tensor:
     """The projected rows of the tokens, by place. seed: others than 0 are wrong ones."""
     generator = torch.Generator().manual_seed(100 + 10 * seed + layer)
-    return torch.randn(len(TOKENS), sum(mixer.parts), generator=generator)
+    return torch.randn(len(TOKENS), sum(mixer.row_parts), generator=generator)
 
 
 @dataclass
@@ -95,7 +100,7 @@ class Modules:
     states: Any = states
     layer_states: Any = layer_states
     checkpoints: Any = checkpoints
-    mixer: Recurrence = DELTA
+    mixer: Recurring = DELTA
     run: Callable[..., Tensor] | None = None  # in place of the kernels' function of this mixer
 
     def cache(self, operators: str, most: int = 3) -> StateCache:
@@ -120,7 +125,7 @@ class Modules:
 
 
 @functools.cache
-def alone(operators: str, tokens: tuple[int, ...], mixer: Recurrence) -> list[Tensor]:
+def alone(operators: str, tokens: tuple[int, ...], mixer: Recurring) -> list[Tensor]:
     """Of each layer the output of each token, run by itself: [n, out_size]. tokens: the seed of each one's rows."""
     cache, out = Modules(mixer=mixer).cache(operators), [list[Tensor]() for _ in range(LAYERS)]
     for place, seed in enumerate(tokens):
@@ -437,7 +442,16 @@ MUTANTS = [
         "held.inputs[count : before + count], b",
         "held.inputs[max(count - 1, 0) : before + max(count - 1, 0)], b",
     ),
-    Mutant("a convolution begins where the last pass did", "convolution", "[count : before + count]", "[:before]"),
+    Mutant(
+        "a convolution begins where the last pass did", "convolution", "[count : before + count], b", "[:before], b"
+    ),
+    Mutant(
+        "a dilated convolution begins where the last pass did",
+        "convolution",
+        "[count : before + count], rows",
+        "[:before], rows",
+    ),
+    Mutant("a dilated convolution's taps are neighbours", "convolution", "len(rows), own.dilation)", "len(rows))"),
     Mutant(
         "a convolution holds the last rows alone",
         "convolution",
@@ -448,15 +462,23 @@ MUTANTS = [
     Mutant(
         "a convolution's last tap is of the row before",
         "convolution",
-        "inputs[tap : tap +",
-        "inputs[min(tap, before - 1) : min(tap, before - 1) +",
+        "inputs[tap * dilation :]",
+        "inputs[min(tap * dilation, len(inputs) - num_rows - 1) :]",
     ),
 ]
 
 
 # Of faults of a convolution's kernel, and of all others: a delta rule's lie in what it shares with Mamba-2.
-SEEN_BY = {"convolution": ("convolution",)}
-FAULTS = [(mutant, mixer) for mutant in MUTANTS for mixer in SEEN_BY.get(mutant.module, ("delta", "mamba"))]
+# A fault in the text of one sort of convolution has a name that says which.
+def seen_by(mutant: Mutant) -> tuple[str, ...]:
+    if mutant.module != "convolution":
+        return "delta", "mamba"
+    if mutant.description.startswith("a dilated"):
+        return ("dilated",)
+    return ("convolution",) if "], b" in mutant.old else ("convolution", "dilated")
+
+
+FAULTS = [(mutant, mixer) for mutant in MUTANTS for mixer in seen_by(mutant)]
 
 
 @pytest.mark.few(8)
@@ -489,7 +511,7 @@ def edited(mutant: Mutant, mixer: str = "delta") -> Modules:
             exec(compile(source, f"<edited {name}>", "exec"), made[name].__dict__)
     functions = {
         "delta": made["delta"].delta_rule, "mamba": made["mamba"].mamba2,
-        "convolution": made["convolution"].short_convolution,
+        "convolution": made["convolution"].short_convolution, "dilated": made["convolution"].dilated_convolution,
     }  # fmt: skip
     run = functions[mixer] if mutant.module in kernels else None
     return Modules(made["states"], made["layer_states"], made["checkpoints"], MIXERS[mixer], run)

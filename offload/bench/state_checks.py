@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.bench.findings import TOLERANCES, Named, Shown, error_of
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution
 from offload.config.norm import Norm
 from offload.kernels import choice
 from offload.kernels.device import NONE, DeviceKernels
@@ -25,12 +25,13 @@ from offload.transfer.memory import Memory
 DELTA = DeltaRule(4, 12, 128, 128, norm=Norm(fp32=True))  # a quarter of the heads of Qwen3.6-27B
 HEAD_DIM = 256  # of its layers that attend
 KIMI = DeltaRule(8, 8, 128, 128, norm=Norm(fp32=True), gate="sigmoid", by_channel=True)  # a quarter of the heads
-CHECKED: dict[str, Recurrence] = {
+CHECKED: dict[str, Recurring] = {
     "states, Qwen3.6-27B": DELTA,
     "states, Kimi Linear": KIMI,
     "states, Ling 3": replace(KIMI, least=-5.0),
     "states, Nemotron 3 Nano": Mamba2(2, 16, 128, 64),  # a quarter of its heads
     "short convolutions, LFM2-1.2B": ShortConvolution(2048),
+    "short convolutions, Qwen3.8-Flash-Next": DilatedConvolution(10240, 4, 3),
 }
 NUM_ROWS = 40
 ROUNDS = ((24, 24), (1, 1), (6, 3), (12, 12))  # rows of a pass, and how many of them stay
@@ -43,7 +44,7 @@ def state_checks(hardware: Hardware, dtypes: Sequence[str], remedy: str) -> Iter
             yield f"{name}, {dtype}", partial(_states, hardware, dtype, mixer), remedy
 
 
-def _states(hardware: Hardware, dtype: str, mixer: Recurrence) -> Shown:
+def _states(hardware: Hardware, dtype: str, mixer: Recurring) -> Shown:
     """Compare passes of which rows are rejected with torch's operators in fp32, and check that a row has the same bits
     alone."""
     device, rows = torch.device(hardware.device), _random(NUM_ROWS, sum(mixer.row_parts), seed=1).to(DTYPES[dtype])
@@ -57,7 +58,7 @@ def _states(hardware: Hardware, dtype: str, mixer: Recurrence) -> Shown:
 
 
 def _run(
-    kernels: DeviceKernels, device: torch.device, mixer: Recurrence, rows: Tensor, rounds: Sequence[tuple[int, int]]
+    kernels: DeviceKernels, device: torch.device, mixer: Recurring, rows: Tensor, rounds: Sequence[tuple[int, int]]
 ) -> Tensor:
     """The output of `rows` in passes, each of which is followed by wrong rows, [n, out_size] on the CPU."""
     memory, start, out = Memory(device), 0, list[Tensor]()
@@ -74,14 +75,14 @@ def _run(
     return torch.cat(out)
 
 
-def _expected(mixer: Recurrence, rows: Tensor) -> Tensor:
+def _expected(mixer: Recurring, rows: Tensor) -> Tensor:
     """The output of `rows` by torch's operators in fp32, one row after the other."""
     inputs = torch.zeros(mixer.width - 1, mixer.kept)
     held, weights = Held(torch.zeros(mixer.state_shape), inputs), _weights(mixer, torch.device("cpu"))
     return NONE.recurrences[type(mixer)](mixer, weights, held, rows.float(), Replayed(0), settles=True)
 
 
-def _weights(mixer: Recurrence, device: torch.device) -> RecurrenceWeights:
+def _weights(mixer: Recurring, device: torch.device) -> RecurrenceWeights:
     made = {name: _random(*shape, seed=seed) for seed, (name, shape) in enumerate(mixer.vectors.items(), 2)}
     made["taps"] /= 2
     if "decay" in made:

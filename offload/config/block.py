@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from offload.config.mixers import Attention, Mamba2, Mixer, NoMixer, Recurrence
 from offload.config.networks import Experts, FeedForward
+from offload.config.ngrams import NGrams
 from offload.config.norm import Norm
+from offload.config.streams import Streams
 
 FACTOR_BYTES = 64  # of memory for the factor on a layer's rows
 BLOCK_NORMS = (
@@ -22,7 +24,8 @@ class Encodings:
     any, ups and downs; all experts of a layer have the same. around_experts: of the matrices before and behind experts
     that read latents. inputs: of the gate of the layer's input and of the matrix behind it. of_mixer: of the matrices
     of the mixer beside qkv and o, ordered as in `matrices.mixer_shapes`. beside: of the recurrence beside
-    attention, the parts of its projection and its output. () if all are plain."""
+    attention, the parts of its projection and its output. streams: as of `matrices.STREAMS`, of both parts of each of
+    the first. () if all are plain."""
 
     qkv: tuple[str, ...] = ()
     o: str = ""
@@ -33,12 +36,13 @@ class Encodings:
     inputs: tuple[str, ...] = ()
     of_mixer: tuple[str, ...] = field(default=(), metadata={"digested_as": "latent"})  # as for `Block.mixer`
     beside: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
 
     @property
     def every(self) -> tuple[str, ...]:
         """All of them."""
         mixer, network = (*self.qkv, self.o, *self.of_mixer, *self.beside), (*self.gate_up, self.down, *self.experts)
-        return (*mixer, *network, *self.around_experts, *self.inputs)
+        return (*mixer, *network, *self.around_experts, *self.inputs, *self.streams)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class Block:
 
     input_size: numbers of the layer's own input of each token (config/layer_table.py); 0: it has none. With one,
     x += after_input(out(activation(gate(x)) * input)) comes last, with the activation of the feed-forward network.
+
+    streams: x is several residual streams. Mixer and network read a mean of them in place of norms of x, and their
+    outputs are added to each stream. ngrams: the n-gram embedding that is added to them before the mixer.
     """
 
     mixer: Mixer = field(metadata={"digested_as": "attention"})
@@ -76,6 +83,8 @@ class Block:
     after_input: Norm | None = None
     beside: Mamba2 | None = None
     factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    streams: Streams | None = None
+    ngrams: NGrams | None = None
 
     @property
     def attention(self) -> Attention:

@@ -18,18 +18,29 @@ from offload.config.encodings import encoded
 from offload.config.families.common import with_rope
 from offload.config.gguf_architectures import ARCHITECTURES, Architecture
 from offload.config.gguf_fields import Metadata
+from offload.config.gguf_flash import with_hashes
 from offload.config.gguf_header import Header
 from offload.config.gguf_layers import HEADS, INNER, KV_HEADS, LATENT_RANK, heads_of
-from offload.config.gguf_names import EXPERT_FACTORS, FUSED_EXPERTS, HEAD, JOINED_STATES, SCALE, TABLE, renamed
+from offload.config.gguf_names import (
+    EXPERT_FACTORS,
+    FUSED_EXPERTS,
+    HEAD,
+    JOINED_STATES,
+    LAYER_TABLE,
+    SCALE,
+    TABLE,
+    renamed,
+)
 from offload.config.gguf_rope import rope_settings, with_factors
 from offload.config.mixers import Attention, DeltaRule, HeadStates
 from offload.config.model import ModelConfig
-from offload.config.names import RecurrenceNames, TensorNames
+from offload.config.names import IndexNames, NextTokenNames, RecurrenceNames, TensorNames
 from offload.config.norm import Norm
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types of plain numbers, with their bytes
+_INDEX = IndexNames("self_attn.indexer.q_proj", "self_attn.indexer.k_proj")
 _GATE = re.compile(r"\.ffn_gate(?:_shexp)?\.weight$")
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -40,13 +51,18 @@ def gguf_config(header: Header) -> ModelConfig:
     config = config_of(_fields(header, architecture), name=str(header.path))
     if not values.has_head():  # many files lack what they count
         config = replace(config, next_token=None)
-    config = replace(_apart(_stacked(with_factors(values, config), header), header), suppressed=values.suppressed())
+    config = with_hashes(values, with_factors(values, config))
+    config = replace(_apart(_stacked(config, header), header), suppressed=values.suppressed())
     if architecture.neighbours or (architecture.halves_sections and values.has_sections()):
         config = with_rope(config, neighbours=architecture.neighbours)
     if architecture.has_one:
         config = _with_one(config)
     if isinstance(config.recurrence, HeadStates):
         config = _with_states(config, header, architecture)
+    if (
+        config.indexer is not None
+    ):  # in two tensors, and what joins a head's rows in one, where folders have it otherwise
+        config = replace(config, names=replace(config.names, index=_INDEX, next_token=NextTokenNames()))
     if values.has("attn_k_b.weight", config.attending[0]):  # old files have both in one tensor, as folders do
         own = config.names.attention
         config = replace(config, names=replace(config.names, k_b=f"{own}k_b_proj", v_b=f"{own}v_b_proj"))
@@ -63,7 +79,10 @@ def names_of(header: Header, config: ModelConfig) -> dict[str, str]:
     """The map from the names of the file's tensors to this program's, but for the scales of matrices in NVFP4."""
     scales = nvfp4_scales(header, config)
     stored = (name for name in header.tensors if name not in scales)
-    return renamed(stored, config.names, Metadata(header).head_layers())
+    found = renamed(stored, config.names, Metadata(header).head_layers())
+    if config.with_ngrams and LAYER_TABLE in found:
+        [found[LAYER_TABLE]] = config.ngram_parts(config.with_ngrams[0])
+    return found
 
 
 def nvfp4_scales(header: Header, config: ModelConfig) -> dict[str, str]:
@@ -185,11 +204,15 @@ def _with_one(config: ModelConfig) -> ModelConfig:
     """`config` for weights to which the converter added the 1 of norms that multiply by 1 + weight. Their norms are
     fp32, so no bit of the sum is lost."""
 
+    def own(norm: Norm) -> Norm:
+        return replace(norm, plus_one=False, fp32=norm.fp32 or norm.plus_one)
+
     def changed(norm: Norm | None) -> Norm | None:
-        return norm and replace(norm, plus_one=False, fp32=norm.fp32 or norm.plus_one)
+        return norm and own(norm)
 
     def attention(found: Attention) -> Attention:
-        return replace(found, qk_norm=changed(found.qk_norm))
+        indexer = found.indexer and replace(found.indexer, norm=own(found.indexer.norm))
+        return replace(found, qk_norm=changed(found.qk_norm), indexer=indexer)
 
     def block(found: Block) -> Block:
         return replace(
@@ -199,9 +222,11 @@ def _with_one(config: ModelConfig) -> ModelConfig:
             after_attention=changed(found.after_attention),
             before_feed_forward=changed(found.before_feed_forward),
             after_feed_forward=changed(found.after_feed_forward),
+            streams=found.streams and replace(found.streams, norm=own(found.streams.norm)),
+            ngrams=found.ngrams and replace(found.ngrams, norm=own(found.ngrams.norm)),
         )
 
-    return replace(config.mapped(block), norm=changed(config.norm) or config.norm)
+    return replace(config.mapped(block), norm=own(config.norm))
 
 
 def _with_states(config: ModelConfig, header: Header, architecture: Architecture) -> ModelConfig:

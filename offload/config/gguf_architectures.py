@@ -37,6 +37,7 @@ from offload.config.gguf_experts import (
     qwen35moe,
 )
 from offload.config.gguf_fields import Metadata
+from offload.config.gguf_flash import FLASH, qwen4exp
 from offload.config.gguf_gemma4 import GEMMA4, gemma4
 from offload.config.gguf_latent import (
     BAILINGMOE3,
@@ -228,6 +229,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3next": Architecture("qwen3_next", qwen3next, has_one=True, reads=QWEN35MOE),
     "qwen35": Architecture("qwen3_5_text", qwen35, has_one=True, tiled=True, reads=STATES),
     "qwen35moe": Architecture("qwen3_5_moe_text", qwen35moe, has_one=True, tiled=True, reads=QWEN35MOE),
+    "qwen4exp": Architecture("qwen4_exp_text", qwen4exp, has_one=True, tiled=True, reads=FLASH),
     "gpt-oss": Architecture("gpt_oss", gpt_oss, reads=GPT_OSS),
     "glm4moe": Architecture("glm4_moe", glm4moe, reads=GLM4MOE | SECTIONS),
     "deepseek2": Architecture("deepseek_v3", deepseek2, reads=DEEPSEEK2),

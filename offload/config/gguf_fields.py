@@ -15,7 +15,8 @@ from offload.fields import MOST_SIZE, TEXT, Fields, whole
 # Keys that may change the arithmetic unless their value is 0, false or empty. An architecture may read some of them.
 _SUSPECT = re.compile(
     r"softcap|scale$|expert|clamp|sliding|sections|nextn|ssm|pooling|alibi|temperature|deepstack|leading_dense|"
-    r"recurrent|full_attention|parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer"
+    r"recurrent|full_attention|parallel_residual|max_alibi|shared_kv|per_layer|altup|laurel|hyper|lora|mla|indexer|compress|"
+    r"(^|\.)ple\."
 )
 _MOST_FACTORS = 1 << 12
 _TOKENS = "tokenizer.ggml."
@@ -109,9 +110,10 @@ class Metadata(Fields):
         return self.has(f"nextn.{part}.weight", self.head_layers().start)
 
     def has_head(self) -> bool:
-        """Whether the next-token head has the parts that no other layer has; the last norm has one of two names."""
+        """Whether the next-token head has the parts that no other layer has; the last norm has one of three names."""
         first = self.head_layers().start
-        is_normed = self.head_has("shared_head_norm") or self.has("layer_output_norm.weight", first)
+        is_normed = self.head_has("shared_head_norm") or self.head_has("hc_head_norm")
+        is_normed = is_normed or self.has("layer_output_norm.weight", first)
         return self.head_has("eh_proj") and is_normed
 
     def factors(self, tensor: str, most: float = 1e6) -> list[float] | None:

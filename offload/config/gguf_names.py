@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from offload.config.names import TensorNames
 
 TABLE, HEAD = "token_embd.weight", "output.weight"
+LAYER_TABLE = "per_layer_token_embd.weight"  # or that of n-grams
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FUSED_EXPERTS = ".ffn_gate_up_exps.weight"  # of all experts of a layer, each gate before its up
 JOINED_STATES = ".ssm_in.weight"  # of queries, keys, values and gates by key head
@@ -16,6 +17,7 @@ SCALE = "scale"  # in place of "weight": of a matrix in NVFP4
 _EMBEDDING_NORM = "token_embd_norm"  # the last norm, where a model calls it a norm of embeddings
 NO_LAYERS = range(0)
 IN_CONFIG = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that belong to the config, not to the checkpoint
+_OF_STREAMS = ("norm", "down", "up", "inject")  # parts of the mean of residual streams, as in `StreamNames`
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
@@ -29,9 +31,13 @@ def renamed(stored: Iterable[str], names: TensorNames, head: range = NO_LAYERS) 
     parts, whole_of_layer, of_head = _parts(names), _whole_names(names), _of_head(names)
     whole = {TABLE: names.embeddings, HEAD: names.head}
     whole |= {
-        "per_layer_token_embd.weight": names.layer_table,
+        LAYER_TABLE: names.layer_table,
         "per_layer_model_proj.weight": names.layer_projection,
         "per_layer_proj_norm.weight": names.layer_norm,
+        **{
+            f"output_hc_{part}.weight": f"{names.body}{names.streams.last}{name}.weight"
+            for part, name in _of_streams(names)
+        },
     }
     last_norms = ("output_norm", _EMBEDDING_NORM) if names.final_norm == "embedding_norm" else ("output_norm",)
     found: dict[str, str] = {}
@@ -61,7 +67,13 @@ def _of_head(names: TensorNames) -> dict[str, str]:
         "nextn.hnorm": own.hidden_norm,
         "nextn.shared_head_norm": own.norm,
         "layer_output_norm": own.norm,  # so of Ling
+        **{f"nextn.hc_head_{part}": f"{own.streams}{name}" for part, name in _of_streams(names)},
     }
+
+
+def _of_streams(names: TensorNames) -> list[tuple[str, str]]:
+    """The part names of a mean of residual streams, llama.cpp's and the model's."""
+    return [(part, getattr(names.streams, part)) for part in _OF_STREAMS]
 
 
 def _whole_names(names: TensorNames) -> dict[str, str]:
@@ -129,5 +141,17 @@ def _parts(names: TensorNames) -> dict[str, str]:
         "ffn_latent_down": names.experts.to_latent,
         "ffn_latent_up": names.experts.from_latent,
         "ffn_gate_inp_shexp": names.experts.network_gate,
+        **{f"hc_attn_{part}": names.streams.mixer + name for part, name in _of_streams(names)},
+        **{f"hc_ffn_{part}": names.streams.network + name for part, name in _of_streams(names)},
+        "ple_key": names.ngrams.keys,
+        "ple_value": names.ngrams.values,
+        "ple_norm_key": names.ngrams.key_norm,
+        "ple_norm_query": names.ngrams.query_norm,
+        "ple_norm_conv": names.ngrams.norm,
+        "ple_conv1d": names.ngrams.taps,
+        "indexer.q_proj": names.index.queries,
+        "indexer.k_proj": names.index.key,
+        "indexer.q_norm": names.index.q_norm,
+        "indexer.k_norm": names.index.k_norm,
         **{f"ffn_{part}_shexp": f"{names.experts.network}{part}_proj" for part in ("gate", "up", "down")},
     }

@@ -12,9 +12,15 @@ from offload.formats.encodings import ENCODINGS
 BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows
 LOW_RANK = ("gates_b", "times_b")  # of a delta rule
 BESIDE = ("states_in", "states_out")  # of a recurrence beside attention
+# Of the streams, before the mixer and before the network: the matrices of the normed streams, and what follows them.
+STREAMS = ("mixer_low", "mixer_up", "network_low", "network_up")
+OF_NGRAMS = ("ngram_keys", "ngram_values")
 AROUND_EXPERTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
 # The last ones few layers have.
-OPERATORS = ("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *LOW_RANK, *BESIDE, *AROUND_EXPERTS, *OF_INPUT)
+OPERATORS = (
+    *("qkv", "o", "gate_up", "down", "q_b", *BY_HEAD, *LOW_RANK, *BESIDE, *AROUND_EXPERTS, *OF_INPUT, *STREAMS),
+    *OF_NGRAMS,
+)
 ALIGNMENT = 64  # bytes, of each tensor within a layer
 
 
@@ -80,6 +86,13 @@ def _shapes(block: Block, hidden_size: int) -> dict[str, tuple[tuple[int, ...], 
     if size := block.input_size:
         shapes["input_gate"] = ((size,), hidden_size, stored.inputs[:1])
         shapes["input_out"] = ((hidden_size,), size, stored.inputs[1:])
+    if (streams := block.streams) is not None:
+        width, kinds = streams.count * hidden_size, [stored.streams[:3], stored.streams[3:]]
+        for low, up, own in zip(STREAMS[::2], STREAMS[1::2], kinds, strict=True):
+            shapes[low], shapes[up] = (streams.low_parts, width, own[:2]), ((width,), streams.rank, own[2:])
+    if block.ngrams is not None:
+        products = block.ngrams.products.items()
+        shapes |= {name: ((outputs,), inputs, (kind,)) for name, (outputs, inputs, kind) in products}
     return shapes
 
 

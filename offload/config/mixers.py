@@ -35,6 +35,38 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The index by which a row chooses the blocks of tokens that it attends to (Qwen3.8-Flash-Next).
+
+    A block is `ratio` consecutive tokens, counted from the first one. Its key is the mean of its tokens' index keys,
+    normed, and rotated to its first token's position. A row's score of a block is the sum over `num_heads` index
+    queries, normed and rotated, of the positive parts of their products with the key. A row attends to the tokens of
+    the blocks with the largest scores, of equal ones the first, up to `budget` tokens, and to those of the incomplete
+    last block. head_dim: of index queries and keys, which rotate as the attention's heads do. norm: of both.
+    """
+
+    num_heads: int
+    head_dim: int
+    budget: int
+    ratio: int
+    norm: Norm
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def most_blocks(self) -> int:
+        """Whole blocks that a row chooses at most."""
+        return self.budget // self.ratio
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a row attends to at most."""
+        return self.budget + self.ratio - 1
+
+
+@dataclass(frozen=True)
 class Attention:
     """The attention of one layer. bias, out_bias: of q, k and v, and of the output. qk_norm: the norm of queries and
     keys before they are rotated, over each head or, if `norms_whole`, over all heads together. weighs_heads: each head
@@ -55,6 +87,8 @@ class Attention:
     of a key and the other half in place of a value. qk_norm: of the low-rank rows. The gate is of the heads'
     output after their matrices of values. Of the other fields `bias`, `out_bias`, `rope`, `scale`, `gate_function` and
     `gates_heads` apply.
+
+    indexer: rows attend to the tokens that it chooses. The fused projection has its queries and its key last.
     """
 
     num_heads: int
@@ -78,6 +112,7 @@ class Attention:
     sink_logits: bool = False
     shares: bool = False
     latent: Latent | None = None
+    indexer: Indexer | None = None
 
     @property
     def q_size(self) -> int:
@@ -109,14 +144,20 @@ class Attention:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Output sizes of the fused projection: q, k, v (unless values are keys), and the gate if there is one; of k
-        and v nothing in a layer that shares those of another. Of latent attention: of the queries, or of the rows that
-        they are products with, of a token's row, and of the gate."""
+        """Output sizes of the fused projection: q, k, v (unless values are keys), the gate if there is one, and the
+        indexer's queries and key; of k and v nothing in a layer that shares those of another. Of latent attention: of
+        the queries, or of the rows that they are products with, of a token's row, and of the gate."""
         gate = [self.gate_size] * self.gate
         if self.latent is not None:
             return (self.latent.query_rank or self.num_heads * self.latent.query_dim, self.head_dim, *gate)
         own = 0 if self.shares else 1 if self.values_are_keys else 2
-        return (self.q_size, *[self.kv_size] * own, *gate)
+        index = () if self.indexer is None else (self.indexer.q_size, self.indexer.head_dim)
+        return (self.q_size, *[self.kv_size] * own, *gate, *index)
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens that a row attends to at most; None: all."""
+        return self.window if self.indexer is None else self.indexer.most_tokens
 
     @property
     def gate_size(self) -> int:
@@ -281,16 +322,11 @@ class Mamba2(HeadStates):
 
 
 @dataclass(frozen=True)
-class ShortConvolution:
-    """The gated short convolution of one layer (LFM2): C * convolution(B * x), where B, C and x are projections of the
-    rows: a mixer with the products B * x of the last tokens instead of keys and values. size: channels, each of which
-    has a causal convolution of its own. width: taps. taps_bias: convolutions have a bias."""
+class Channels:
+    """The sizes of what holds inputs of the last tokens alone, instead of keys and values: a number in each of `size`
+    channels, each of which has a causal convolution of its own."""
 
     size: int
-    width: int = 3
-    bias: bool = False
-    out_bias: bool = False
-    taps_bias: bool = False
 
     norm = None  # of outputs: there is none
     norm_size = 0
@@ -307,8 +343,34 @@ class ShortConvolution:
 
     @property
     def out_size(self) -> int:
-        """Numbers of a row of the output, before the output projection."""
+        """Numbers of a row of the output, before the output projection if there is one."""
         return self.size
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token on which later rows depend: the convolution's inputs."""
+        return self.size
+
+    @property
+    def kept_parts(self) -> tuple[int, ...]:
+        """The part of a row that has a number for each of these."""
+        return (0,)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
+        return self.size, 0, 0
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Channels):
+    """The gated short convolution of one layer (LFM2): C * convolution(B * x), where B, C and x are projections of the
+    rows. What is kept are the products B * x. width: taps. taps_bias: convolutions have a bias."""
+
+    width: int = 3
+    bias: bool = False
+    out_bias: bool = False
+    taps_bias: bool = False
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -321,24 +383,33 @@ class ShortConvolution:
         return self.parts
 
     @property
-    def kept(self) -> int:
-        """Numbers of a token on which later rows depend: the products of B and x."""
-        return self.size
-
-    @property
-    def kept_parts(self) -> tuple[int, ...]:
-        """The part that has a number for each of these."""
-        return (0,)
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """The shape of a layer's state: it has no numbers besides those that are kept of tokens."""
-        return self.size, 0, 0
-
-    @property
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its fp32 tensors, by name: the taps of the convolutions, and their biases if they have some."""
         return {"taps": (self.width, self.size)} | ({"taps_bias": (self.size,)} if self.taps_bias else {})
+
+
+@dataclass(frozen=True)
+class DilatedConvolution(Channels):
+    """The dilated convolution of rows as they are, beside a layer's mixer: silu(convolution(rows)). taps: of it,
+    `dilation` tokens apart. All ranks have all channels."""
+
+    taps: int = 4
+    dilation: int = 1
+
+    @property
+    def width(self) -> int:
+        """The tokens from the first tap to the last."""
+        return (self.taps - 1) * self.dilation + 1
+
+    @property
+    def row_parts(self) -> tuple[int, ...]:
+        """Sizes of the parts of a row."""
+        return (self.size,)
+
+    @property
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of its fp32 tensor, by name."""
+        return {"taps": (self.taps, self.size)}
 
 
 @dataclass(frozen=True)
@@ -352,4 +423,5 @@ class NoMixer:
 
 
 Recurrence = DeltaRule | Mamba2 | ShortConvolution  # the mixers with a recurrent state
+Recurring = Recurrence | DilatedConvolution  # all that has something to hold of a sequence's tokens
 Mixer = Attention | Recurrence | NoMixer

@@ -25,12 +25,14 @@ from offload.config.matrices import (
     layer_products,
     mixer_shapes,
 )
-from offload.config.mixers import Attention, Recurrence
+from offload.config.mixers import Attention, Indexer, Recurrence
 from offload.config.names import TensorNames
 from offload.config.networks import Experts, FeedForward
+from offload.config.ngrams import NGrams
 from offload.config.norm import Norm
 from offload.config.rope import Rope
 from offload.config.schemes import Quantisation
+from offload.config.streams import Streams
 from offload.config.vectors import layer_norms, layer_vectors
 
 
@@ -48,7 +50,8 @@ class ModelConfig:
     `Encodings`; both are the same if the head is the table. quantisation: the rules from which the encodings follow, if
     config.json has some. next_token: the layer of its next-token head (MTP), if it has one. suppressed: tokens that are
     never drawn. layer_table: of the inputs of layers. assistant: this is a draft without a cache, all of whose layers
-    share keys and values. is_head: this is such a head by itself (config/next_token.py).
+    share keys and values. is_head: this is such a head by itself (config/next_token.py). last_mean_encodings: of the
+    matrices of the mean of the last streams, where all layers have residual streams.
     """
 
     family: str
@@ -76,6 +79,7 @@ class ModelConfig:
     is_head: bool = False
     layer_table: LayerTable | None = None
     assistant: Assistant | None = None
+    last_mean_encodings: tuple[str, str] = ("", "")
 
     @property
     def num_layers(self) -> int:
@@ -223,6 +227,26 @@ class ModelConfig:
         """The layers with a recurrent state."""
         return tuple(at for at, block in enumerate(self.blocks) if block.recurs)
 
+    @cached_property
+    def with_ngrams(self) -> tuple[int, ...]:
+        """The layers with an n-gram embedding."""
+        return tuple(at for at, block in enumerate(self.blocks) if block.ngrams is not None)
+
+    def ngrams(self, layer: int) -> NGrams:
+        """The n-gram embedding of a layer that has one."""
+        found = self.blocks[layer].ngrams
+        assert found is not None
+        return found
+
+    def ngram_tables(self) -> list[Matrix]:
+        """The tables of n-grams of all layers that have one."""
+        return [Matrix(*self.ngrams(layer).table) for layer in self.with_ngrams]
+
+    def ngram_parts(self, layer: int) -> list[str]:
+        """The names of the parts of the layer's table of n-grams."""
+        parts = range(len(self.ngrams(layer).part_shapes))
+        return [f"{self.layer_name(layer)}{self.names.ngrams.table.format(part)}.weight" for part in parts]
+
     @property
     def recurrence(self) -> Recurrence | None:
         """The mixer of the layers with a state."""
@@ -233,6 +257,21 @@ class ModelConfig:
         """The window in tokens of each layer that has one."""
         windows = (self.blocks[layer].attention.window for layer in self.readers(self.windowed))
         return tuple(window for window in windows if window is not None)
+
+    @property
+    def streams(self) -> Streams | None:
+        """The residual streams of all layers; None for one residual row."""
+        return self.blocks[0].streams if self.blocks else None
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a hidden row between layers."""
+        return self.hidden_size * (self.streams.count if self.streams else 1)
+
+    @cached_property
+    def indexer(self) -> Indexer | None:
+        """The indexer of the growing layers, if they choose what they attend to."""
+        return self.block.attention.indexer if self.growing else None
 
     @property
     def window(self) -> int:
@@ -259,6 +298,7 @@ class ModelConfig:
                 sink_logits=False,
                 shares=False,
                 latent=None,
+                indexer=None,
             ),
             feed_forward=replace(block.feed_forward, activation="silu", gated=True),
         )
@@ -356,9 +396,13 @@ class ModelConfig:
     @cached_property
     def plain(self) -> ModelConfig:
         """The description of the model with plain numbers in all matrices."""
-        blocks = self.mapped(lambda block: replace(block, encodings=Encodings())).blocks
+
+        def change(block: Block) -> Block:
+            return replace(block, encodings=Encodings(), ngrams=block.ngrams and block.ngrams.stored("", "", ""))
+
         layers = self.layer_table and replace(self.layer_table, encoding="", projection_encoding="")
-        return replace(self, blocks=blocks, table_encoding="", head_encoding="", layer_table=layers)
+        plain = {"table_encoding": "", "head_encoding": "", "layer_table": layers, "last_mean_encodings": ("", "")}
+        return replace(self, blocks=self.mapped(change).blocks, **plain)  # type: ignore[arg-type]
 
     @property
     def table(self) -> Matrix:
@@ -380,6 +424,29 @@ class ModelConfig:
             self.names.layer_table: Matrix(self.vocab_size, numbers, own.encoding),
             self.names.layer_projection: Matrix(numbers, self.hidden_size, own.projection_encoding),
         }
+
+    @cached_property
+    def of_last_mean(self) -> dict[str, Matrix]:
+        """The matrices of the mean of the last streams, by name; empty without streams."""
+        if (streams := self.streams) is None:
+            return {}
+        names, (down, up) = self.names.streams, self.last_mean_encodings
+        return {
+            f"{self.last_streams}{names.down}.weight": Matrix(streams.rank, self.row_size, down),
+            f"{self.last_streams}{names.up}.weight": Matrix(self.row_size, streams.rank, up),
+        }
+
+    @property
+    def last_streams(self) -> str:
+        """The prefix of the tensor names of the mean of the last streams."""
+        return self.names.next_token.streams if self.is_head else self.names.body + self.names.streams.last
+
+    @property
+    def last_norm(self) -> tuple[str, int]:
+        """The name of the last norm, and the numbers of its weight."""
+        if self.streams is not None:
+            return self.last_streams + self.names.streams.norm, self.row_size
+        return self.names.next_token.norm if self.is_head else self.names.norm, self.hidden_size
 
     def layer_table_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the layer table, which is read by rows from its file; 0 without one."""
@@ -437,13 +504,14 @@ class ModelConfig:
         layers = self.all_layers(ModelConfig.layer_parameters)
         inputs = sum(each.outputs * each.inputs for each in self.of_layer_table.values())
         inputs += self.layer_table.size if self.layer_table else 0
-        return embeddings + inputs + layers + self.hidden_size * (1 + self.norm.bias)
+        inputs += sum(each.outputs * each.inputs for each in self.of_last_mean.values())
+        return embeddings + inputs + layers + self.row_size * (1 + self.norm.bias)
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights at `dtype_bytes` per element."""
-        vectors = self.hidden_size * (1 + self.norm.bias) * self.norm.itemsize(dtype_bytes)
+        vectors = self.row_size * (1 + self.norm.bias) * self.norm.itemsize(dtype_bytes)
         tables = self.table.nbytes(dtype_bytes) + (0 if self.tie_embeddings else self.head.nbytes(dtype_bytes))
-        tables += sum(each.nbytes(dtype_bytes) for each in self.of_layer_table.values())
+        tables += sum(each.nbytes(dtype_bytes) for each in (*self.of_layer_table.values(), *self.of_last_mean.values()))
         own = self.assistant.matrices(self.hidden_size) if self.assistant else {}
         tables += sum(each.nbytes(dtype_bytes) for each in own.values())
         vectors += self.layer_table.size * self.layer_table.norm.itemsize(dtype_bytes) if self.layer_table else 0
@@ -501,7 +569,7 @@ class ModelConfig:
             if not kind.block.attends:
                 continue
             attention = kind.block.attention
-            pairs = number * _pairs(num_tokens, min(attention.window or num_tokens, num_tokens))
+            pairs = number * _pairs(num_tokens, min(attention.reach or num_tokens, num_tokens))
             seen += pairs * attention.q_size // self.block.attention.q_size
         return seen
 

@@ -72,10 +72,55 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class StreamNames:
+    """The tensor names of the means of residual streams. mixer, network: the prefixes of those within a layer; last:
+    of that behind the layers, within the body. The others are names behind a prefix, of the norm, the matrices `down`
+    and `up`, and the matrix of the factors with which outputs are added."""
+
+    mixer: str = "attn_hyper_connection."
+    network: str = "mlp_hyper_connection."
+    last: str = "hyper_connection_mixer."
+    norm: str = "hc_norm"
+    down: str = "input_mix_weight_down"
+    up: str = "input_mix_weight_up"
+    inject: str = "block_inject_weight"
+
+
+@dataclass(frozen=True)
+class NGramNames:
+    """The tensor names of an n-gram embedding within a layer. table: of the table, or of its parts, "{}" for the number
+    of a part. hashes: of the integers that hash, in the order of `NGrams.hashes`."""
+
+    table: str = "ple.ple_embedding.ngram_embedding.shard_{}"
+    keys: str = "ple.key_proj"
+    values: str = "ple.value_proj"
+    key_norm: str = "ple.norm_key"
+    query_norm: str = "ple.norm_query"
+    norm: str = "ple.norm_conv"
+    taps: str = "ple.conv1d"
+    hashes: tuple[str, ...] = (
+        "ple.ple_embedding.layer_multipliers", "ple.ple_embedding.ngram_heads_vocab_sizes",
+        "ple.ple_embedding.ngram_heads_offsets",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class IndexNames:
+    """The tensor names of an indexer within a layer. queries, key: of its projections; if they are one tensor, it has
+    the queries before the key. q_norm, k_norm: of both norms."""
+
+    queries: str = "self_attn.indexer.index_qk_proj"
+    key: str = "self_attn.indexer.index_qk_proj"
+    q_norm: str = "self_attn.indexer.q_layernorm"
+    k_norm: str = "self_attn.indexer.k_layernorm"
+
+
+@dataclass(frozen=True)
 class NextTokenNames:
     """The tensor names of a next-token head. layer: the prefix of those in its layer; the others are whole names, of
     the matrix that joins an embedding and a hidden row, of the norms that both have before it, and of the norm of the
-    output. experts: of its layer; None: as in the model's layers."""
+    output. join_hidden: of a matrix of hidden rows of its own; the other one is of embeddings alone then. streams: the
+    prefix of the mean of streams, in place of that norm. experts: of its layer; None: as in the model's layers."""
 
     layer: str = "mtp.layers.0."
     join: str = "mtp.fc"
@@ -83,6 +128,13 @@ class NextTokenNames:
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     norm: str = "mtp.norm"
     experts: ExpertNames | None = None
+    join_hidden: str = ""
+    streams: str = "mtp.hyper_connection_mixer."
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """The names of the matrices that join both, of the embedding's columns first."""
+        return (self.join, self.join_hidden) if self.join_hidden else (self.join,)
 
     @property
     def norms(self) -> tuple[str, str, str]:
@@ -132,6 +184,9 @@ class TensorNames:
     recurrence: RecurrenceNames = RecurrenceNames()
     experts: ExpertNames = ExpertNames()
     next_token: NextTokenNames = NextTokenNames()
+    streams: StreamNames = StreamNames()
+    index: IndexNames = IndexNames()
+    ngrams: NGramNames = NGramNames()
     unused: tuple[str, ...] = ()
 
     @property

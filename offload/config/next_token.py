@@ -18,8 +18,8 @@ def head_of(model: ModelConfig) -> ModelConfig | None:
         return None
     drafted = DRAFTED_TOKENS if model.vocab_size >= 2 * DRAFTED_TOKENS else model.vocab_size
     names = replace(model.names, experts=model.names.next_token.experts or model.names.experts)
-    blocks = (model.next_token,)
-    return replace(model, vocab_size=drafted, blocks=blocks, names=names, next_token=None, is_head=True)
+    own = {"blocks": (model.next_token,), "next_token": None, "last_mean_encodings": ("", "")}  # which is read unpacked
+    return replace(model, vocab_size=drafted, names=names, is_head=True, **own)  # type: ignore[arg-type]
 
 
 def join_of(head: ModelConfig) -> Matrix:
@@ -33,8 +33,9 @@ def rest_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     if not config.is_head:
         others = config.layers_weight_bytes(dtype_bytes) + config.layer_table_bytes(dtype_bytes)
         return config.weight_bytes(dtype_bytes) - others
-    norms = len(config.names.next_token.norms) * config.hidden_size * config.norm.itemsize(dtype_bytes)
-    return join_of(config).nbytes(dtype_bytes) + norms
+    norms = (config.hidden_size + config.row_size + config.last_norm[1]) * config.norm.itemsize(dtype_bytes)
+    mean = sum(each.nbytes(dtype_bytes) for each in config.of_last_mean.values())
+    return join_of(config).nbytes(dtype_bytes) + norms + mean
 
 
 def own_bytes(config: ModelConfig, dtype_bytes: int) -> int:

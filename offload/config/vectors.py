@@ -6,6 +6,10 @@ from offload.config.block import BLOCK_NORMS, Block
 from offload.config.mixers import Attention
 from offload.config.norm import Norm
 
+STREAM_NORMS = ("mixer_streams", "network_streams")
+NGRAM_NORMS, NGRAM_TAPS = ("ngram_key_norm", "ngram_query_norm", "ngram_norm"), "ngram_taps"
+INDEX_NORMS = ("index_q_norm", "index_k_norm")
+
 
 def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
     """The norm vectors of a layer, by name: size, and the norm that each belongs to. A bias ends in ".bias"."""
@@ -15,6 +19,9 @@ def layer_norms(block: Block, hidden_size: int) -> dict[str, tuple[int, Norm]]:
         sizes |= _head_norms(mixer)
     if block.recurs:
         sizes["out_norm"] = block.recurrence.norm_size, block.recurrence.norm
+    if (streams := block.streams) is not None:
+        sizes |= dict.fromkeys(STREAM_NORMS, (streams.count * hidden_size, streams.norm))
+    sizes |= block.ngrams.norms if block.ngrams is not None else {}
     vectors: dict[str, tuple[int, Norm]] = {}
     for name, (size, norm) in sizes.items():
         if norm is not None:
@@ -32,8 +39,12 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
     queries = {"q_norm": (attention.q_size if attention.has_long_weights else attention.head_dim, attention.qk_norm)}
     if attention.shares:
         return queries
+    index: dict[str, tuple[int, Norm | None]] = {}
+    if (indexer := attention.indexer) is not None:
+        index = dict.fromkeys(INDEX_NORMS, (indexer.head_dim, indexer.norm))
     return {
         **queries,
+        **index,
         "k_norm": (attention.kv_size if attention.has_long_weights else attention.head_dim, attention.qk_norm),
         "v_norm": (attention.head_dim, attention.v_norm),
     }
@@ -41,8 +52,11 @@ def _head_norms(attention: Attention) -> dict[str, tuple[int, Norm | None]]:
 
 def layer_vectors(block: Block, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's fp32 tensors besides norms, by name: of an attention the sink logits of its heads, if it
-    has some; of a recurrence its vectors; of a mixture of experts its router's."""
+    has some; of a recurrence its vectors; of a mixture of experts its router's; of n-grams the
+    taps of their convolution."""
     router = router_vectors(block, hidden_size)
+    if block.ngrams is not None:
+        router |= {NGRAM_TAPS: block.ngrams.convolution.vectors["taps"]}
     if block.recurs:
         return block.recurrence.vectors | router
     has_sinks = block.attends and block.attention.sink_logits

@@ -142,7 +142,7 @@ class Scoring:
             )
         self._tokens, self._head = tuple(tokens), Head(worker.target.without_layers(), width)
         self._reference = reference
-        device, size = worker.memory.device, worker.target.config.hidden_size
+        device, size = worker.memory.device, worker.target.config.row_size
         self._next = sent(torch.tensor(self._tokens[1:]), device)
         self._rows: Tensor | None = None
         if keep_rows:

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from offload import native
-from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.errors import UsageError
 from offload.formats import packed, quantised, quantised_kv, residuals
 from offload.formats.encodings import KINDS
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.formats.stored import StoredMatrix, decode
-from offload.kernels import convolution_cpu, delta_cpu, experts_cpu
+from offload.kernels import choosing_cpu, convolution_cpu, delta_cpu, experts_cpu
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.products import Step, Steps, room_to_widen
 from offload.kernels.runs import RunAttention
@@ -37,7 +37,7 @@ from offload.native.interface import Library, declare
 
 VARIABLE = KERNELS
 CAPABILITY = "ATEN_CPU_CAPABILITY"  # torch's: avx2, say, keeps it and us from newer instructions
-VERSION = 38  # of the kernels: sessions and measured times are of one
+VERSION = 42  # of the kernels: sessions and measured times are of one
 ABI = 1000 * VERSION + len(KINDS)  # what kernels.cpp says too
 OFF = f"{VARIABLE} is off"
 FOLDER = Path(native.__file__).parent
@@ -66,11 +66,12 @@ def _table(library: ctypes.CDLL, instruction_set: str) -> CpuKernels:
     return replace(
         own,
         attention=partial(_attention, own),
+        choose=partial(choosing_cpu.choose, kernels=own),
         multiply_stored=partial(_multiply_stored, own),
         decode_stored=partial(_decode_stored, own),
         recurrences={
             **dict.fromkeys((DeltaRule, Mamba2), partial(delta_cpu.run_states, kernels=own)),
-            ShortConvolution: partial(convolution_cpu.short_convolution, kernels=own),
+            **dict.fromkeys((ShortConvolution, DilatedConvolution), partial(convolution_cpu.convolution, kernels=own)),
         },
         experts=partial(experts_cpu.run_experts, kernels=own),
         prefill_experts=partial(experts_cpu.run_many, kernels=own),

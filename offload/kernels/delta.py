@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.config.mixers import DeltaRule, HeadStates
+from offload.kernels.exponentials import grown, sigmoid, silu, softplus
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 
 Advance = Callable[[Tensor, Tensor], Iterator[Tensor]]  # a state past inputs, in place: each token's output
@@ -58,7 +59,7 @@ def _advanced(delta: DeltaRule, weights: RecurrenceWeights, state: Tensor, input
     q, k, v, (steps, times) = convolved(delta, weights, inputs)
     queries = _normed(delta, q).mul_(delta.key_dim**-0.5)
     keys, values = _normed(delta, k), v.unflatten(1, (delta.num_heads, -1))
-    steps = (delta.steps / _grown(steps)).unsqueeze(2)
+    steps = (delta.steps / grown(steps)).unsqueeze(2)
     decays = _decays(delta, weights.decay, times + weights.time_bias)
     for token in range(len(values)):
         query, key = queries[token].unsqueeze(1), keys[token].unsqueeze(1)  # [heads, 1, key_dim]
@@ -102,23 +103,3 @@ def _normed(delta: DeltaRule, rows: Tensor) -> Tensor:
     """`for_heads` of queries or keys divided by their l2 norm."""
     by_head = rows.unflatten(1, (delta.num_key_heads, delta.key_dim))
     return for_heads(delta, (by_head * (by_head.square().sum(2, keepdim=True) + delta.eps).rsqrt()).flatten(1))
-
-
-# Not torch's own functions, which round the last numbers of a tensor differently: bits would depend on its size.
-
-
-def _grown(x: Tensor) -> Tensor:
-    """1 + e^-x."""
-    return x.neg().exp_().add_(1)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / _grown(x)
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / _grown(x)
-
-
-def softplus(x: Tensor) -> Tensor:
-    return x.clamp(min=0).add_(x.abs().neg_().exp_().log1p_())

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, Recurring, ShortConvolution
 from offload.config.networks import Activation
 from offload.formats.layout import ALL_TOKENS, Packing, PageShape
 from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
-from offload.kernels.convolution import short_convolution
+from offload.kernels.choosing import choose
+from offload.kernels.convolution import dilated_convolution, short_convolution
 from offload.kernels.delta import delta_rule
 from offload.kernels.experts import RunExperts
 from offload.kernels.mamba import mamba2
@@ -28,6 +29,7 @@ from offload.kernels.operators import OperatorAttention
 from offload.kernels.prefill import PrefillAttention
 from offload.kernels.recurrence import RunRecurrence
 from offload.kernels.runs import RunAttention
+from offload.kernels.streams import BY_TORCH, StreamKernels
 
 
 class MakeAttention(Protocol):
@@ -44,6 +46,14 @@ class CopyChunks(Protocol):
         self, homes: Tensor, wanted: Tensor, held: Tensor, *, chunk: int, page: int, tile: int, slot: int = 0,
         tokens: range = ALL_TOKENS,
     ) -> None: ...  # fmt: skip
+
+
+class CopyBlocks(Protocol):
+    """A copy of blocks of tokens between tiles, see `kernels.gpu.copies.blocks`."""
+
+    def __call__(
+        self, homes: Tensor, wanted: Tensor, slots: Tensor, held: Tensor, *, size: int, page: int, tile: int
+    ) -> None: ...
 
 
 class CopyPackedChunks(Protocol):
@@ -66,6 +76,7 @@ class Copies:
     """
 
     chunks: CopyChunks
+    blocks: CopyBlocks
     packed_chunks: CopyPackedChunks
     rows: Callable[[Tensor, Tensor, Tensor], None]
     quantise_kv: Callable[[Tensor, KVCodes, Tensor], None]
@@ -110,6 +121,8 @@ class DeviceKernels:
     attention: MakeAttention = _operator_attention
     # Attention of many rows of 16 bits over pages of so many tokens. None: torch's operators attend.
     prefill: Callable[[int], PrefillAttention | None] = _no_prefill
+    # Blocks of tokens by a layer's index: see `kernels.choosing.choose`.
+    choose: Callable[[Tensor, Tensor, Tensor, int], Tensor] = choose
     # x [T, inputs] times the matrix, transposed, plus bias [outputs] or None, in the dtype of x.
     multiply: Callable[[Tensor, Codes, Tensor | None], Tensor] = _multiply
     # The same with a matrix as a checkpoint stores it: with its numbers rounded to the dtype of x, or, on a CPU without
@@ -119,9 +132,16 @@ class DeviceKernels:
     decode_stored: Callable[[StoredMatrix, torch.dtype], Tensor] = StoredMatrix.matrix
     # See `kernels.activation.gated`.
     gated: Gated = gated
+    # Of rows of several residual streams.
+    streams: StreamKernels = BY_TORCH
     # By the kind of the recurrence: see `kernels.recurrence.RunRecurrence`.
-    recurrences: Mapping[type[Recurrence], RunRecurrence[Any]] = field(
-        default_factory=lambda: {DeltaRule: delta_rule, Mamba2: mamba2, ShortConvolution: short_convolution}
+    recurrences: Mapping[type[Recurring], RunRecurrence[Any]] = field(
+        default_factory=lambda: {
+            DeltaRule: delta_rule,
+            Mamba2: mamba2,
+            ShortConvolution: short_convolution,
+            DilatedConvolution: dilated_convolution,
+        }
     )
     # See `kernels.experts.RunExperts`. None: torch's operators run them, in blocks that their caller knows.
     experts: RunExperts | None = None

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from offload.config.networks import Experts, FeedForward
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import activated, gated
+from offload.kernels.exponentials import sigmoid
 from offload.kernels.norms import NormWeights
 
 Matrix = Tensor | StoredMatrix
@@ -197,7 +198,7 @@ def chosen(
 
 
 def _capped(scores: Tensor, cap: float) -> Tensor:
-    """c tanh(score / c), see `sigmoid`."""
+    """c tanh(score / c), by `exponentials.sigmoid`."""
     return (2 * sigmoid(2 * scores / cap) - 1) * cap
 
 
@@ -223,11 +224,6 @@ def _divisor(experts: Experts, total: Tensor) -> Tensor:
     if experts.scoring == "softmax" and not experts.needs_softmax:
         return total
     return total.clamp_min(experts.eps) if experts.floored else total + experts.eps
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid of x, fp32. torch's own gives the last numbers of a tensor other bits than the same ones before."""
-    return 1 / (1 + (-x).exp())
 
 
 def run_experts(

@@ -8,7 +8,8 @@ from functools import partial
 from torch import Tensor
 
 from offload.config.mixers import Mamba2
-from offload.kernels.delta import by_tokens, convolved, for_heads, silu, softplus
+from offload.kernels.delta import by_tokens, convolved, for_heads
+from offload.kernels.exponentials import silu, softplus
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 
 

@@ -19,7 +19,7 @@ from offload.formats.quantised_kv import GROUP, KVCodes
 from offload.kernels.attention import Part, attend, attended_rows, fold, merge, sink_part, unfold
 from offload.kernels.places import append_rows
 from offload.kernels.rows import AttentionShape, attention_alike
-from offload.kernels.runs import MASS_DTYPE, Rows, Run
+from offload.kernels.runs import MASS_DTYPE, Chosen, Rows, Run
 
 ROWS = 16  # of a block
 PAGES = 4  # that are attended to at a time
@@ -102,6 +102,38 @@ class OperatorAttention:
         for pages, at in self._coded(run) if run.coded else _pieces(run):
             for block in self._blocks:
                 self._attend(block, run, pages, at)
+
+    def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
+        """Each row's tokens are copied together, in pages as those of the runs, and it attends to them at its place in
+        a block of rows that are all the same: so its bits are those that a run of the same tokens gives."""
+        num_pages, page = chosen.pages or (runs[0].pages.shape[1], runs[0].pages.shape[3])
+        assert not self._masses, "no masses of chosen blocks are kept"
+        per_piece = min(num_pages, PAGES) * page // chosen.size
+        missing = -len(chosen.tokens) % self._blocks[0].count
+        tokens = pad(chosen.tokens, (0, missing)).split(self._blocks[0].count)
+        lists = pad(chosen.blocks, (0, -chosen.blocks.shape[1] % per_piece, 0, missing), value=-1)
+        for block, own, counts in zip(self._blocks, lists.split(self._blocks[0].count), tokens, strict=True):
+            for first in range(0, lists.shape[1], per_piece):
+                some = own[:, first : first + per_piece]
+                own_counts = counts - first * chosen.size
+                block.add(self._attended(block, runs, some, own_counts, chosen.size, page), 0)
+
+    def _attended(
+        self, block: _Block, runs: Sequence[Run], lists: Tensor, counts: Tensor, size: int, page: int
+    ) -> Part:
+        """Attention of the block's row r to the first counts[r] tokens of the blocks lists[r], a whole piece."""
+        assert self._rows is not None
+        scoring, parts = self._rows.scoring, []
+        for row in range(block.count):
+            query = block.queries[0][:, row :: block.count].repeat_interleave(block.count, 1)
+            keys, values = attended_rows(_gathered(runs, lists[row], size, page), joined=scoring.joined)
+            seen = counts[row].long().expand(query.shape[1])
+            part = attend(query, keys, values, seen, scale=scoring.scale, cap=scoring.cap)
+            parts.append(Part(part.out[:, row :: block.count], part.lse[:, row :: block.count]))
+        return Part(
+            torch.stack([part.out for part in parts], 2).flatten(1, 2),
+            torch.stack([part.lse for part in parts], 2).flatten(1, 2),
+        )
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         out = self._joined([block.out() for block in self._blocks]).to(self._dtype)
@@ -199,3 +231,23 @@ def _pieces(run: Run) -> Iterator[tuple[Tensor, int]]:
     pages, step = run.pages, 1 if run.windowed else PAGES
     for number in range(0, -(-run.tokens // pages.shape[3]), step):
         yield pages[:, number : number + step], number * pages.shape[3]
+
+
+def _gathered(runs: Sequence[Run], blocks: Tensor, size: int, page: int) -> Tensor:
+    """The tokens of blocks [n] of the runs, in pages of `page` tokens: [2, p, H_kv, page, D]. -1 stands for any
+    block."""
+    _, num_pages, num_heads, own_page, dim = runs[0].pages.shape
+    of_page = own_page // size
+
+    def in_tile(run: Run, first: int) -> Tensor:
+        """[n, 2, H_kv, size, D]: those blocks of the run, whose first is `first`."""
+        within = (blocks - first).clamp(0, run.pages.shape[1] * of_page - 1)
+        by_block: Tensor = run.pages.unflatten(3, (-1, size))
+        return by_block[:, within // of_page, :, within % of_page]
+
+    found = in_tile(runs[0], 0)
+    for number, run in enumerate(runs[1:], 1):
+        first = number * num_pages * of_page
+        found = torch.where((blocks >= first)[:, None, None, None, None], in_tile(run, first), found)
+    by_page = found.view(-1, page // size, 2, num_heads, size, dim).permute(2, 0, 3, 1, 4, 5)
+    return by_page.reshape(2, -1, num_heads, page, dim)

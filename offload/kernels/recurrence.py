@@ -9,17 +9,17 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from offload.config.mixers import Recurrence
+from offload.config.mixers import Recurring
 from offload.kernels.norms import NormWeights
 
-Kind = TypeVar("Kind", bound=Recurrence, contravariant=True)
-MOST_WIDTH = 8  # of a convolution in the CPU's kernels, as in native/delta_rows.h and native/convolution.h
+Kind = TypeVar("Kind", bound=Recurring, contravariant=True)
+MOST_TAPS = 8  # of a convolution in the CPU's kernels, as in native/delta_rows.h and native/convolution.h
 
 
 @dataclass(frozen=True)
 class RecurrenceWeights:
     """The vectors of a layer with a state, fp32; None where its kind has none. taps, taps_bias: of the convolution
-    [width, channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head or
+    [taps, channels], oldest first. decay: by head, -exp(A_log). time_bias: added to the decays' inputs, by head or
     by channel of each head's key. norm: of each head's output, or of all. skip: of Mamba-2, by head (D)."""
 
     taps: Tensor
@@ -77,11 +77,11 @@ class RunRecurrence(Protocol[Kind]):
 
 
 def assert_layout(
-    recurrence: Recurrence, weights: RecurrenceWeights, held: Held, rows: Tensor, count: int, *, settles: bool
+    recurrence: Recurring, weights: RecurrenceWeights, held: Held, rows: Tensor, count: int, *, settles: bool
 ) -> None:
     """Assert what the CPU's kernels rely on: shapes, dtypes and strides, and room for all rows that will be held."""
     before, vectors = recurrence.width - 1, weights.vectors
-    assert recurrence.width <= MOST_WIDTH
+    assert len(weights.taps) <= MOST_TAPS
     assert rows.shape[1] == sum(recurrence.row_parts)
     assert held.inputs.shape[1] == recurrence.kept
     assert held.inputs.dtype == rows.dtype

@@ -43,6 +43,15 @@ class RopeTable:
         growth = None if self.growth is None else self.growth[start:stop]
         return rotate_queries(q, self.rows(start, stop), growth), rotate(k, *self.rows(start, stop))
 
+    def narrowed(self, width: int) -> RopeTable:
+        """The rotations of heads of `width` numbers, at most D, of which the first pairs rotate as here."""
+
+        def first(table: Tensor) -> Tensor:
+            halves: Tensor = table.unflatten(1, (2, -1))
+            return halves[:, :, : width // 2].flatten(1).contiguous()
+
+        return RopeTable(first(self.cos), first(self.sin))
+
     def starts_like(self, other: RopeTable) -> bool:
         """Whether the common rows of both tables are equal. `growth` is not compared: it depends on positions alone."""
         count = min(len(self.cos), len(other.cos))

@@ -10,7 +10,7 @@ Letters: T rows, H query heads, H_kv KV heads, D head dimension, P pages of S to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -76,6 +76,28 @@ class Run:
         return self.held if self.held.dim() == 5 else self.held[:, None]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The blocks of consecutive tokens that each row attends to.
+
+    blocks: int32 [T, n] contiguous, in the order of the sums over them, ascending where they are a cache's, and places
+    that are not used at the end (-1): block b has the tokens b * size to (b + 1) * size - 1 of the runs that it is
+    attended over. tokens: int32 [T]: how many tokens a row attends to: all of its blocks', the last of which may be
+    incomplete (its first tokens alone). size: tokens of a block, a divisor of a page's and of a span's. pages: of a
+    tile, and tokens of a page: the form in which torch's operators attend to them, by which their sums round; None:
+    that of the runs.
+    """
+
+    blocks: Tensor
+    tokens: Tensor
+    size: int
+    pages: tuple[int, int] | None = None
+
+    def of_rows(self, rows: slice) -> Chosen:
+        """The blocks of some rows."""
+        return replace(self, blocks=self.blocks[rows].contiguous(), tokens=self.tokens[rows].contiguous())
+
+
 class RunAttention(Protocol):
     """One layer at a time: `begin`; for each run `append_rows`, if the rows go there, and `attend`; then `merge` or
     `part`."""
@@ -92,6 +114,12 @@ class RunAttention(Protocol):
 
     def attend(self, run: Run) -> None:
         """Attend to the run's tokens."""
+        ...
+
+    def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
+        """Attend to each row's chosen tokens of `runs`: tiles of equal sizes, but that the last may have fewer pages,
+        one after the other, not windowed and not coded. In place of all calls of `attend`, with counts of one number:
+        the most tokens that a row attends to. No masses. The result is that of `attend` to a run of the same tokens."""
         ...
 
     def merge(self) -> tuple[Tensor, Tensor | None]:

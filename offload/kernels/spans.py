@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.attention import Part
-from offload.kernels.runs import Rows, Run
+from offload.kernels.blocks import described, halves
+from offload.kernels.runs import Chosen, Rows, Run
 from offload.native import interface
 from offload.native.interface import DTYPES, Library
 
@@ -108,6 +109,22 @@ class SpanAttention:
         )
         self._slot += -(-run.tokens // self.span)
 
+    def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
+        """Memory besides the scratch: the keys and values of a span for each thread."""
+        a, threads, dim = self._attention, torch.get_num_threads(), runs[0].held.shape[-1]
+        blocks, tokens, tiles = chosen.blocks, chosen.tokens, described([run.held for run in runs], chosen.size)
+        assert tiles.page % self.span == self.span % chosen.size == 0
+        assert not a.chunks, "no masses of chosen blocks are kept"
+        assert int(tokens.max()) <= a.slots * self.span, "more than `begin` was told of"
+        assert blocks.is_contiguous()
+        assert blocks.dtype == tokens.dtype == torch.int32
+        lists = interface.Chosen(tiles, blocks.data_ptr(), tokens.data_ptr(), blocks.shape[1], self.span)
+        room = self._library.chosen_room(self._code, dim * (1 + a.joined), a.group, self.span, a.joined)
+        self._scratch = _at_least(self._scratch, threads * room)
+        self._library.attend_chosen(
+            self._code, ctypes.byref(a), ctypes.byref(lists), self._scratch.data_ptr(), room, threads
+        )
+
     def merge(self) -> tuple[Tensor, Tensor | None]:
         a = self._attention
         return self._merged(torch.empty(a.rows, a.out_stride, dtype=self._dtype), a.kv_heads)
@@ -137,14 +154,14 @@ class SpanAttention:
         if run is self._run:
             return
         self._run, held, r = run, run.held, self._runs[0]
-        keys, r.tokens, r.span, r.slot, r.coded = held.data_ptr(), run.tokens, self.span, self._slot, run.coded
+        r.tokens, r.span, r.slot, r.coded = run.tokens, self.span, self._slot, run.coded
         if run.coded:
-            r.keys, r.head_stride = keys, held.stride(0)
+            r.keys, r.head_stride = held.data_ptr(), held.stride(0)
             r.query = r.windowed = r.first = 0
             return
         page, whole = held.shape[-2], held.dim() == 5
         num_pages, page_stride = (held.shape[1], held.stride(1)) if whole else (1, 0)
-        r.keys, r.values = keys, keys + held.stride(0) * held.itemsize
+        r.keys, r.values = halves(held)
         r.head_stride, r.page_stride, r.page, r.room = held.stride(-3), page_stride, page, num_pages * page
         r.first, r.query, r.windowed = run.first, run.query, run.windowed
 

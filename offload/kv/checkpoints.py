@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offload.config.mixers import Recurrence
+from offload.config.mixers import Recurring
 from offload.transfer.memory import Memory
 
 PURPOSE = "state checkpoints"
@@ -30,7 +30,7 @@ class Checkpoints:
     any place can be reached by running again no more than about twice as many tokens as follow it."""
 
     def __init__(
-        self, memory: Memory, recurrence: Recurrence, *, num_layers: int, dtype: torch.dtype, most: int
+        self, memory: Memory, recurrence: Recurring, *, num_layers: int, dtype: torch.dtype, most: int
     ) -> None:
         """most: checkpoints, 2 or more."""
         self._memory, self._held = memory, dict[int, int]()  # slot by place

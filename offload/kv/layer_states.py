@@ -8,7 +8,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from offload.config.mixers import Recurrence
+from offload.config.mixers import Recurring
 from offload.kernels.device import DeviceKernels
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.transfer.memory import Memory, sent_to
@@ -27,7 +27,7 @@ class LayerStates:
     def __init__(
         self,
         memory: Memory,
-        recurrence: Recurrence,
+        recurrence: Recurring,
         *,
         num_layers: int,
         rows: int,

@@ -35,6 +35,11 @@ class Split:
         """The index of a rank's numbers in the whole tensor."""
         return (*[slice(None)] * self.axis, self.indices[rank])
 
+    @classmethod
+    def of_all(cls, axis: int, size: int, num_ranks: int) -> Split:
+        """The split of a tensor of which every rank has all."""
+        return cls(axis, size, [slice(0, size)] * num_ranks)
+
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole tensor. shape: of a rank's."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
@@ -48,7 +53,7 @@ class Part(ABC):
     cannot go back to every length. num_computed: last tokens of a prompt that are computed even if units are stored.
     """
 
-    name: ClassVar[str]  # also in names of files and in messages between ranks
+    name: str  # also in names of files and in messages between ranks
     what: ClassVar[str]
     in_place: ClassVar[bool] = False
     at_places: ClassVar[bool] = False
@@ -136,14 +141,61 @@ class Part(ABC):
         return ()
 
 
-class PagedPart(Part):
-    """A part that is kept page by page: keys and values, [2, H_kv, S, D] for each layer of a page. A unit is a page,
-    named by the tokens up to its last row."""
+class PageUnits(Part):
+    """A part that is kept page by page. A unit is a page, named by the tokens up to its last row. num_layers: that have
+    rows in a page."""
+
+    num_layers: int
+
+    @property
+    @abstractmethod
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+
+    @property
+    def first_page(self) -> int:
+        """The first page present."""
+        return 0
+
+    def first_kept(self, length: int) -> int:
+        """The first page that has room if `length` tokens are cached."""
+        return 0
+
+    def first_seen(self, length: int) -> int:
+        """The first page that rows after `length` tokens see."""
+        return 0
+
+    def units(self, length: int) -> list[Unit]:
+        return self._from(self.first_page, length)
+
+    def needed(self, length: int) -> list[Unit]:
+        return self._from(self.first_seen(length), length)
+
+    def wanted(self, saved: Sequence[Unit], length: int) -> list[Unit]:
+        first, stop = self.first_kept(length), self._count(length)
+        return [unit for unit in saved if first <= self.page_of(unit) < stop]
+
+    def reach(self, units: Sequence[Unit], length: int) -> int:
+        present = {self.page_of(unit) for unit in units}
+        return length if present.issuperset(range(self.first_seen(length), self._count(length))) else 0
+
+    def page_of(self, unit: Unit) -> int:
+        return (unit[0] - 1) // self.page_tokens
+
+    def _count(self, length: int) -> int:
+        return -(-length // self.page_tokens) if self.num_layers else 0
+
+    def _from(self, first: int, length: int) -> list[Unit]:
+        size = self.page_tokens
+        return [(min((number + 1) * size, length),) for number in range(first, self._count(length))]
+
+
+class PagedPart(PageUnits):
+    """A part of keys and values, [2, H_kv, S, D] for each layer of a page."""
 
     what = "page"
     in_place = True
     shape: TileShape
-    num_layers: int
 
     @abstractmethod
     def page_of_all(self, number: int) -> list[Tensor]:
@@ -162,35 +214,12 @@ class PagedPart(Part):
         """The layers whose rows these are."""
 
     @property
-    def first_page(self) -> int:
-        """The first page present."""
-        return 0
-
-    def first_kept(self, length: int) -> int:
-        """The first page that has room if `length` tokens are cached."""
-        return 0
-
-    def first_seen(self, length: int) -> int:
-        """The first page that rows after `length` tokens see."""
-        return 0
+    def page_tokens(self) -> int:
+        return self.shape.page_tokens
 
     def shapes(self, unit: Unit) -> Shapes:
         size = (2, self.shape.num_kv_heads, self.shape.page_tokens, self.shape.head_dim)
         return {f"layers.{layer}": (size, self.shape.dtype) for layer in range(self.num_layers)}
-
-    def units(self, length: int) -> list[Unit]:
-        return self._from(self.first_page, length)
-
-    def needed(self, length: int) -> list[Unit]:
-        return self._from(self.first_seen(length), length)
-
-    def wanted(self, saved: Sequence[Unit], length: int) -> list[Unit]:
-        first, stop = self.first_kept(length), self._count(length)
-        return [unit for unit in saved if first <= self.page_of(unit) < stop]
-
-    def reach(self, units: Sequence[Unit], length: int) -> int:
-        present = {self.page_of(unit) for unit in units}
-        return length if present.issuperset(range(self.first_seen(length), self._count(length))) else 0
 
     def tensors(self, unit: Unit) -> list[Tensor]:
         return self.page_of_all(self.page_of(unit))
@@ -206,16 +235,6 @@ class PagedPart(Part):
         alike = whole.layer(layers[0]) if layers else whole
         heads = [shard.kv_heads(alike) for shard in shards]
         return [Split(1, alike.num_kv_heads, [slice(own.start, own.stop) for own in heads])] * len(layers)
-
-    def page_of(self, unit: Unit) -> int:
-        return (unit[0] - 1) // self.shape.page_tokens
-
-    def _count(self, length: int) -> int:
-        return -(-length // self.shape.page_tokens) if self.num_layers else 0
-
-    def _from(self, first: int, length: int) -> list[Unit]:
-        size = self.shape.page_tokens
-        return [(min((number + 1) * size, length),) for number in range(first, self._count(length))]
 
 
 def first_page_seen(length: int, window: int, page_tokens: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from offload.config.mixers import DilatedConvolution
 from offload.config.model import ModelConfig
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kv import Phase
@@ -24,9 +25,8 @@ from offload.weights.tensors import recurrence_rows
 
 
 class StateCache(PlacedPart):
-    """The exact states of one sequence, and checkpoints of them on the host, which sessions read and fill."""
-
-    name = "states"
+    """The exact states of one sequence, and checkpoints of them on the host, which sessions read and fill. name: of the
+    part; a sequence may have several such caches."""
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class StateCache(PlacedPart):
         *,
         weights: Callable[[], Iterable[RecurrenceWeights]],
         block: int = PREFILL_BLOCK,
+        name: str = "states",
     ) -> None:
         """weights: gives those of the layers, in order; where they stream they cross the link then. block: rows of a
         prefill's blocks."""
         self.layers, self.checkpoints, self.weights, self._block = layers, checkpoints, weights, block
+        self.name = name
         self.length = 0
         self._start = 0  # of the forward under way
         self._phase: Phase | None = None
@@ -146,6 +148,8 @@ class StateCache(PlacedPart):
         self.length, self._phase = length, None
 
     def splits(self, whole: ModelConfig, shards: Sequence[Shard]) -> Sequence[Split]:
+        if isinstance(own := self.layers.recurrence, DilatedConvolution):
+            return [Split.of_all(axis, own.size, len(shards)) for axis in (1, 2)]
         alike = whole.layer(whole.stateful[0])
         heads = [shard.value_heads(alike) for shard in shards]
         recurrence, kept = alike.block.recurrence, [kept_numbers(alike, shard) for shard in shards]

@@ -45,11 +45,11 @@ class AssistantDecoder(Decoder):
 
     def of_target(self, hidden: Tensor) -> Tensor:
         """The target's hidden rows with its final norm."""
-        return self._target.weights.final_norm(hidden)
+        return self._target.weights.norm(hidden)
 
     def of_own(self, out: Tensor) -> Tensor:
         """An output in place of the target's hidden row."""
-        return self._own.out(self.weights.final_norm(out))
+        return self._own.out(self.weights.norm(out))
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
         """See `Decoder.logits`. Of tokens in clusters those of the best have logits, and the others one below the least
@@ -59,7 +59,7 @@ class AssistantDecoder(Decoder):
         (vectors, tokens), head = self._own.clusters, self.weights.head
         assert head is not None
         assert isinstance(head.weight, Tensor)
-        rows = self.weights.final_norm(hidden)
+        rows = self.weights.norm(hidden)
         best = vectors(rows).topk(self.config.assistant.best, -1).indices
         chosen = tokens[best].flatten(1)
         own = torch.einsum("nh,nth->nt", rows, head.weight[chosen])

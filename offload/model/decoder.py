@@ -6,7 +6,7 @@ operators on rows run over all of them together, attention runs sequence by sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from offload.interrupts import poll
 from offload.kernels.cpu import FEW_ROWS, CpuKernels
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.experts import RunExperts
+from offload.kernels.pooled import IndexRows
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rows import products_alike
 from offload.kv import Cache
@@ -29,6 +30,8 @@ from offload.model.heads import norms_over_ranks
 from offload.model.layer import MixRows
 from offload.model.layer_inputs import LayerInputs
 from offload.model.native_layers import NativeLayers
+from offload.model.ngrams import NGramInputs
+from offload.model.streams import mean_of
 from offload.model.sums import OneRank, Sums, dues_of
 from offload.model.torch_layers import TorchLayers
 from offload.transfer.hidden_rows import HiddenRows
@@ -36,6 +39,7 @@ from offload.weights.embedding import Embedding
 from offload.weights.experts import in_prefill, prefill_turn
 from offload.weights.layers import ResidentLayers
 from offload.weights.loader import Weights
+from offload.weights.streams import StreamWeights
 
 # Called with a block's first row and the block [n, hidden], the last layer's output; the block is overwritten later.
 OnHidden = Callable[[int, Tensor], None]
@@ -66,13 +70,14 @@ class Decoder:
         scale, dtype = config.embedding_scale, weights.embedding.dtype
         self._embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.rounds_embedding_scale else scale
         experts = weights.experts or (None,) * config.num_layers
-        layers = partial(TorchLayers, config, self._sums, kernels.gated)
+        layers = partial(TorchLayers, config, self._sums, kernels)
         self._operators = layers(experts, self._run_experts)
         self._prefill = layers([*map(in_prefill, experts)], self._run_experts and kernels.prefill_experts)
         self._native: NativeLayers | None = None
         if isinstance(kernels, CpuKernels):
             self._native = NativeLayers(kernels, config, dtype, self._sums, experts)
         self._inputs = None if weights.inputs is None else LayerInputs(config, weights.inputs)
+        self._ngrams = NGramInputs(config, weights.ngrams) if weights.ngrams else None
 
     def over(self, weights: Weights) -> Decoder:
         """A decoder of the same model with other weights."""
@@ -82,7 +87,7 @@ class Decoder:
         """A decoder with the final norm and the head alone, for `logits`. On rank 0, which has the head."""
         nothing = Embedding(torch.empty(0), self.device, self.weights.embedding.dtype)
         weights = replace(self.weights, embedding=nothing, layers=ResidentLayers((), 0))
-        weights = replace(weights, scoring=(), experts=(), inputs=None)
+        weights = replace(weights, scoring=(), experts=(), inputs=None, ngrams={})
         return Decoder(self.config, weights, None, self._kernels)
 
     @property
@@ -118,10 +123,39 @@ class Decoder:
         """Whether any number of rows up to FEW_ROWS runs without padding to blocks."""
         return self._native is not None
 
-    def table_rows(self, tokens: Sequence[Tensor]) -> Tensor | None:
-        """The rows of the layer table for each segment's tokens, int64 [n] -> [T, numbers] on the device; None without
-        one. No part of a graph: the host reads them."""
-        return None if self._inputs is None else self._inputs.weights.rows(torch.cat(list(tokens)).clamp(min=0))
+    def table_rows(self, segments: Sequence[Segment]) -> Tensor | None:
+        """The rows of the layer table for the segments' tokens, or n-grams' embeddings of layers side by side, [T,
+        numbers] on the device; None without one. No part of a graph: the host reads them."""
+        if self._ngrams is not None:
+            return torch.cat([wait() for wait in self._begin_ngrams(segments).values()], 1)
+        if self._inputs is None:
+            return None
+        return self._inputs.weights.rows(torch.cat([each.tokens for each in segments]).clamp(min=0))
+
+    def _begin_ngrams(self, segments: Sequence[Segment]) -> Mapping[int, Callable[[], Tensor]]:
+        """Begin to read the embeddings of n-grams, see `NGramInputs.begin`; empty without any."""
+        if self._ngrams is None:
+            return {}
+        return self._ngrams.begin([_mixing(each.cache).with_earlier(each.tokens.clamp(min=0)) for each in segments])
+
+    def _given_by_layer(
+        self,
+        segments: Sequence[Segment],
+        table_rows: Tensor | None,
+        x: Tensor,
+        multiply: Callable[..., Tensor],
+        waiting: Mapping[int, Callable[[], Tensor]],
+    ) -> Callable[[int], Tensor | None]:
+        """A function of a layer that gives its input in a pass, if it has one. x: the embedded rows. waiting: for the
+        embeddings of n-grams, where `table_rows` has none."""
+        if self._inputs is not None:
+            found = self.table_rows(segments) if table_rows is None else table_rows
+            return self._inputs.of_all(cast(Tensor, found), x, multiply).unbind().__getitem__
+        if table_rows is not None:
+            layers = self.config.with_ngrams
+            parts = dict(zip(layers, table_rows.chunk(len(layers), 1), strict=True))
+            return parts.get
+        return lambda layer: waiting[layer]() if layer in waiting else None
 
     def forward(
         self, segments: Sequence[Segment], *, block: int | None = None, table_rows: Tensor | None = None
@@ -134,6 +168,7 @@ class Decoder:
         table_rows: of all tokens; None: they are read here.
         """
         tokens = segments[0].tokens if len(segments) == 1 else torch.cat([each.tokens for each in segments])
+        waiting = self._begin_ngrams(segments) if table_rows is None else {}
         real = None
         if self.config.experts is not None:  # padding runs through no expert
             real, tokens = tokens != PADDING, tokens.clamp(min=0)
@@ -143,14 +178,11 @@ class Decoder:
             blocks = self._blocks([len(each.tokens) for each in segments], block)
             x, run = self._embedded(tokens), partial(self._operators.run, blocks=blocks, real=real)
             multiply = partial(self._operators.multiply, blocks=blocks)
-        given: Sequence[Tensor | None] = [None] * self.config.num_layers
-        if self._inputs is not None:
-            found = self.table_rows([tokens]) if table_rows is None else table_rows
-            given = self._inputs.of_all(cast(Tensor, found), x, multiply).unbind()
+        given = self._given_by_layer(segments, table_rows, x, multiply, waiting)
         caches = _mixing(segments[0].cache) if len(segments) == 1 else _Caches(segments)
         with self._due(x, range(self.config.num_layers)):
             for layer, weights in enumerate(self.weights.layers):
-                run(layer, weights, x, caches, given=given[layer])
+                run(layer, weights, x, caches, given=given(layer))
         return x
 
     def prefill(
@@ -198,14 +230,21 @@ class Decoder:
             cache.begin("prefill", len(tokens))
             on_host = torch.tensor(tokens, dtype=torch.long)
             ids = on_host.to(self.device)
+            earlier = None if self._ngrams is None else _mixing(cache).with_earlier(on_host)
             rows.begin(len(tokens))
             for layer, weights in enumerate(islice(self.weights.layers, num_layers)):
+                of_ngrams = None
+                if self._ngrams is not None and earlier is not None and layer in self._ngrams:
+                    of_ngrams = self._ngrams.of_prefill(layer, earlier, rows.block)
                 for start, x in rows.groups(layer):
                     if layer == 0:
                         for part, own in zip(x.split(rows.block), ids[start:].split(rows.block), strict=False):
                             self._embedded(own, part)
-                    given, done = partial(self._given, layer, on_host[start:]), 0
+                    given: Callable[[int, Tensor], Tensor | None] = partial(self._given, layer, on_host[start:])
+                    if of_ngrams is not None:
+                        given = partial(_of_block, of_ngrams, start)
                     run = partial(self._prefill.run_blocks, is_last=start + len(x) == len(tokens))
+                    done = 0
                     for count in run(layer, weights, x, _mixing(cache), rows.block, given):
                         if on_hidden is not None and layer == num_layers - 1 and count > done:
                             on_hidden(start + done, x[done:count])
@@ -227,7 +266,14 @@ class Decoder:
         return self._embedded(tokens)
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """The tokens' embeddings [T, hidden], normed and scaled as the model requires; in `out` if it is given."""
+        """The tokens' embeddings [T, hidden], normed and scaled as the model requires, or as many copies as there are
+        streams, side by side; in `out` if it is given."""
+        if (streams := self.config.streams) is not None:
+            copies = self._rows_of(tokens, None).repeat(1, streams.count)
+            return copies if out is None else out.copy_(copies)
+        return self._rows_of(tokens, out)
+
+    def _rows_of(self, tokens: Tensor, out: Tensor | None) -> Tensor:
         x = self.weights.embedding.rows(tokens, out=out)
         if (norm := self.config.embedding_norm) is not None:
             x.copy_(rms_norm(x.float(), x.shape[1:], eps=norm.eps))
@@ -263,13 +309,20 @@ class Decoder:
         return all(products_alike(products, block, dtype, torch.get_num_threads()) for dtype in dtypes)
 
     def logits(self, hidden: Tensor, *, block: int | None = None) -> Tensor:
-        """The logits of hidden rows: hidden [n, hidden] -> [n, V] in the model's dtype. block: as in `forward`."""
+        """The logits of hidden rows: hidden [n, hidden], or all of their streams -> [n, V] in the model's dtype. block:
+        as in `forward`."""
         assert self.weights.head is not None, "rank 0 alone has the head"
-        norm, head = self.weights.final_norm, self.weights.head
-        if (native := self._native_for(len(hidden), block)) is not None:
-            logits = native.multiply(hidden, head, norm)
+        last, head = self.weights.final_norm, self.weights.head
+        native, blocks = self._native_for(len(hidden), block), self._blocks([len(hidden)], block)
+        if native is not None:
+            multiply: Callable[..., Tensor] = native.multiply
         else:
-            logits = self._operators.multiply(hidden, head, norm, self._blocks([len(hidden)], block))
+            multiply = partial(self._operators.multiply, blocks=blocks)
+        if isinstance(last, StreamWeights):
+            hidden, norm = mean_of(hidden, last, multiply, self._kernels.streams).rows, None
+        else:
+            norm = last
+        logits = multiply(hidden, head, norm)
         if self.config.logits_scale != 1:
             logits.mul_(self.config.logits_scale)
         if (cap := self.config.logits_cap) is not None:
@@ -284,11 +337,16 @@ class Decoder:
     def _due(self, x: Tensor, layers: Sequence[int]) -> AbstractContextManager[None]:
         """Expect the sums over the ranks of `layers`: after the mixer and after the feed-forward network, and before
         the attention where heads are normed over ranks."""
-        rows, hidden = x.shape
+        rows, hidden = len(x), self.config.hidden_size
         squares = norms_over_ranks(self.config, self._sums)
         blocks = [self.config.blocks[layer] for layer in layers]
         dues = [due for block in blocks for part in dues_of(block, rows, hidden, squares=squares) for due in part]
         return self._sums.due(dues, x)
+
+
+def _of_block(given: Callable[[int, int], Tensor], start: int, first: int, x: Tensor) -> Tensor:
+    """The input of a layer for a prefill's block x, from row `first` of those after row `start` on."""
+    return given(start + first, len(x))
 
 
 def _mixing(cache: Cache) -> MixRows:
@@ -307,9 +365,24 @@ class _Caches:
         own = zip(*(self._split(rows) for rows in (q, k, v)), strict=True)
         return torch.cat([each.attend(layer, *rows) for each, rows in zip(self._caches, own, strict=True)])
 
+    def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
+        each = zip(*(rows.split(self._counts) for rows in (q, k, v, index.q, index.k)), strict=True)
+        made = list[Tensor]()
+        for cache, (queries, keys, values, *rows) in zip(self._caches, each, strict=True):
+            of_index = IndexRows(rows[0], rows[1], index.norm)
+            made.append(_mixing(cache).attend_chosen(layer, queries, keys, values, of_index))
+        return torch.cat(made)
+
     def _split(self, rows: Tensor | None) -> Sequence[Any]:
         """Each sequence's rows; None for each where there are none."""
         return [None] * len(self._counts) if rows is None else rows.split(self._counts)
+
+    def with_earlier(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("each sequence has ids of its own before its tokens")
+
+    def convolve(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
+        own = zip(self._caches, rows.split(self._counts), strict=True)
+        return torch.cat([_mixing(each).convolve(layer, some, weights) for each, some in own])
 
     def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
         own = zip(self._caches, rows.split(self._counts), strict=True)

@@ -1,13 +1,15 @@
-"""Heads of an attention: norms of queries and keys over those of all ranks, and gates of their output."""
+"""Heads of an attention: norms of queries and keys over those of all ranks, gates of their output, and heads of its
+indexer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.config.mixers import Attention
+from offload.config.mixers import Attention, Indexer
 from offload.config.model import ModelConfig
-from offload.kernels.norms import norm_over
+from offload.kernels.norms import norm_over, normed_heads
+from offload.kernels.pooled import IndexRows
 from offload.model.sums import Sums
 from offload.weights.layout import LayerWeights
 
@@ -27,6 +29,14 @@ def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -
         norm_over(q, weights.q_norm, squares[:, :1], sums.size * q.shape[1]),
         norm_over(k, weights.k_norm, squares[:, 1:], sums.size * k.shape[1]),
     )
+
+
+def index_rows(indexer: Indexer, weights: LayerWeights, queries: Tensor, key: Tensor) -> IndexRows:
+    """The index rows of projected queries [T, H_i * D_i] and of keys [T, D_i]."""
+    assert weights.index_q_norm is not None
+    assert weights.index_k_norm is not None
+    q = normed_heads(queries, weights.index_q_norm, indexer.head_dim)
+    return IndexRows(q.unflatten(1, (indexer.num_heads, -1)), key, weights.index_k_norm)
 
 
 def gated_heads(attention: Attention, attended: Tensor, gate: Tensor) -> Tensor:

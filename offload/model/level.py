@@ -154,7 +154,7 @@ class Level:
         sizes = [min(power_of_two(each.num_logits), len(ids)) for each, ids in zip(passes, tokens, strict=True)]
         all_wanted = not others and len(first.tokens) == first.num_logits
         wanted = [] if all_wanted else [self._wanted(passes, tokens, sizes, block)]
-        table = self._decoder.table_rows(tokens)
+        table = self._decoder.table_rows(segments)
         given = [tokens, wanted, [] if table is None else [table], *(list(each.given) for each in passes)]
 
         def compute(*tensors: Tensor) -> list[Tensors]:

@@ -35,12 +35,13 @@ def load_decoders(
     disk: Disk | None,
     on_bytes: Callable[[int, int], None],
     *,
+    readers: Disk | None = None,
     shard: Shard = ALONE,
     sums: Sums | None = None,
 ) -> dict[str, Decoder]:
     """Check each folder's checkpoint and load it: onto the device, except for the offloaded layers of "target". A draft
     in the target's folder is its next-token head, whose experts are where those of "target" are. disk: reads experts
-    while the model runs, where not all of them are in memory.
+    while the model runs, where not all of them are in memory. readers: read rows of tables of n-grams.
 
     shard, sums: this rank's shard of "target", and the sums over all ranks; other models are whole.
     `on_bytes(done, total)` is called as bytes are read. Raises ModelError.
@@ -100,6 +101,9 @@ def load_decoders(
                 prefill_bytes=plan.placement.prefill_bytes,
                 disk=disk if name == "target" else None,
                 table=plan.placement.table if name == "target" else "device",
+                ngram_table=plan.placement.ngram_table,
+                ngram_rows=plan.placement.ngram_rows,
+                readers=readers,
                 on_bytes=count,
                 shard=shards[name],
             )

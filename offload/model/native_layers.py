@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import MixtureCalls
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
 from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
-from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
+from offload.kernels.streams import inject
+from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import (
     Add,
+    AddNGrams,
     Attend,
     Gate,
+    Inject,
     Join,
+    Mean,
     Mix,
     MixRows,
     Operand,
@@ -31,6 +36,8 @@ from offload.model.layer import (
     steps_of,
 )
 from offload.model.native_room import Room, product_steps, rooms
+from offload.model.ngrams import add_ngrams
+from offload.model.streams import mean_of
 from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
@@ -44,7 +51,7 @@ class _OpenHeads:
     attention: Attention
 
 
-_Step = Steps | Attend | _OpenHeads | Recur | MixtureCalls | Join | Add | Gate | Scale
+_Step = Steps | Attend | _OpenHeads | Recur | MixtureCalls | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
 _Prepared = Sequence[_Step]
 
 
@@ -107,6 +114,18 @@ class NativeLayers:
                 case Add():
                     part = self._operands[step.read][:num_rows]
                     add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
+                case Mean():
+                    read = mean_of(x, step.weights, self.multiply)
+                    self._operands["read"][:num_rows] = read.rows
+                    self._operands["factors"][:num_rows] = read.factors
+                case Inject():
+                    part = self._operands[step.part][:num_rows]
+                    part = part if step.is_whole else self._sums.total(part)
+                    inject(x, part, self._operands["factors"][:num_rows])
+                case AddNGrams():
+                    assert given is not None
+                    convolve = partial(caches.convolve, layer, weights=step.weights.convolution)
+                    add_ngrams(x, step, given, self.multiply, convolve)
                 case Gate():
                     assert given is not None
                     self._operands["gated"][:num_rows] *= given
@@ -131,7 +150,9 @@ class NativeLayers:
         besides = [each.beside for each in kinds if each.beside is not None]
         states = max((sum(each.parts) for each in besides), default=0)
         recurred = max((each.out_size for each in besides), default=0)
+        count = 0 if self._config.streams is None else self._config.streams.count
         widths |= {"gated": given, "latent": latent, "states": states, "recurred": recurred}
+        widths |= {"x": self._config.row_size, "read": hidden * (count > 0), "factors": count}
         self._operands = {name: torch.empty(most, width, dtype=self._dtype) for name, width in widths.items()}
         mixers = (max(sum(each.mixer.parts), each.mixer.out_size) for each in kinds)
         widest = max(*widths.values(), *mixers)
@@ -165,7 +186,7 @@ class NativeLayers:
         homes, own = self._experts[layer], self._operands
         assert homes is not None
         beside, latents = own["beside"] if step.adds else None, own["latent"] if step.mixture.experts.latent else None
-        places = own["x"], own[step.out]
+        places = own[step.read], own[step.out]
         return MixtureCalls(self._kernels, step.mixture, homes, *places, beside=beside, latents=latents)
 
     def _native(self, step: Product | Add, block: Block, room: Room) -> list[Step]:
@@ -182,7 +203,7 @@ class NativeLayers:
     def _attended(self, layer: int, step: Attend, room: Room, num_rows: int, caches: MixRows) -> Tensor:
         """The attention's output [T, H * D]. Heads are normed in place, in the room."""
         attention, weights = step.attention, step.weights
-        rows, heads, gate = room.views(num_rows)
+        rows, heads, gate, index = room.views(num_rows)
         if attention.values_are_keys and not attention.shares:
             rows[2].copy_(rows[1])
         if norms_over_ranks(self._config, self._sums):
@@ -198,7 +219,12 @@ class NativeLayers:
             norm_heads(self._kernels, rows[2], weights.v_norm)
         q, *own = heads
         k, v = own or (None, None)
-        attended = caches.attend(layer, q, k, v)
+        if attention.indexer is None:
+            attended = caches.attend(layer, q, k, v)
+        else:
+            assert k is not None
+            assert v is not None
+            attended = caches.attend_chosen(layer, q, k, v, index_rows(attention.indexer, weights, *index))
         return attended if gate is None else gated_heads(attention, attended, gate)
 
     def _attend_latent(

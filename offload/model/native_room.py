@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear, Parts
 
 
+class Views(NamedTuple):
+    """Views of projected rows. rows: q [T, H * D], k and v [T, H_kv * D]; of a layer that shares those of another, q
+    alone. v has its own buffer where values are the keys. heads: the same by heads, [T, H, D]. gate: None without one.
+    of_index: an indexer's queries and keys, if there is one."""
+
+    rows: Sequence[Tensor]
+    heads: Sequence[Tensor]
+    gate: Tensor | None
+    of_index: Sequence[Tensor]
+
+
 class Room:
     """Buffers for mixers of one shape and up to `most` rows: the first product's output, and the mixer's."""
 
@@ -31,7 +43,7 @@ class Room:
             self._make_latent(mixer.latent, mixer.num_heads, most, dtype)
         if isinstance(mixer, DeltaRule) and mixer.low_rank:
             self._rows = torch.empty(most, sum(mixer.row_parts), dtype=dtype)
-        self._views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
+        self._views: dict[int, Views] = {}
 
     def _make_latent(self, latent: Latent, heads: int, most: int, dtype: torch.dtype) -> None:
         """queries: [most, H * query_dim]. absorbed, values: [most, H * rank], queries times their heads' keys, and
@@ -93,19 +105,18 @@ class Room:
             for number, (own, weight, made, room) in enumerate(heads)
         ]
 
-    def views(self, num_rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
-        """Views of the first `num_rows` rows: q [T, H * D], k and v [T, H_kv * D]; the same three by heads,
-        [T, H, D]; the gate, if there is one. v has its own buffer where values are the keys. Of a layer that shares
-        those of another, q alone."""
+    def views(self, num_rows: int) -> Views:
+        """Views of the first `num_rows` rows."""
         if num_rows not in self._views:
             attention = self._mixer
             assert isinstance(attention, Attention)
             parts = list(self.qkv[:num_rows].split(attention.parts, 1))
+            index = [parts.pop() for _ in range(2)] if attention.indexer is not None else []
             gate = parts.pop() if attention.gate else None
             if attention.values_are_keys and not attention.shares:
                 parts.append(self._values[:num_rows])
             heads = [part.unflatten(1, (-1, attention.head_dim)) for part in parts]
-            self._views[num_rows] = parts, heads, gate
+            self._views[num_rows] = Views(parts, heads, gate, index[::-1])
         return self._views[num_rows]
 
 
@@ -115,7 +126,7 @@ def rooms(config: ModelConfig, most: int, dtype: torch.dtype) -> list[Room]:
     found = []
     for block in config.blocks:
         own = block.mixer
-        same = ("head_dim", "values_are_keys", "gate", "shares", "latent", "row_parts")
+        same = ("head_dim", "values_are_keys", "gate", "shares", "latent", "row_parts", "indexer")
         key = (own.parts, *(getattr(own, name, None) for name in same))
         if key not in made:
             made[key] = Room(own, most, dtype)

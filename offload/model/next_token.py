@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from offload.config.model import ModelConfig
 from offload.formats.quantised import Codes
 from offload.kernels.device import DeviceKernels
+from offload.kernels.norms import normed_heads
 from offload.kv.last_hidden import LastHidden
 from offload.kv.streaming import StreamingCache
 from offload.model.decoder import Decoder, Segment
@@ -29,6 +30,7 @@ from offload.weights.layers import ResidentLayers
 from offload.weights.linear import Linear, Parts
 from offload.weights.loader import Weights
 from offload.weights.next_token import NextTokenWeights
+from offload.weights.streams import StreamWeights
 
 _UNLIKELY = -1e4  # a logit
 MOST_GRAPHED = 16  # rows of a pass that runs as a graph: what a round may have verified
@@ -40,7 +42,9 @@ class NextTokenDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, own: NextTokenWeights, model: Weights, kernels: DeviceKernels) -> None:
         layers, head = ResidentLayers([own.layer], own.nbytes), _first_rows(model.head, config.vocab_size)
-        weights = replace(model, layers=layers, final_norm=own.norm, head=head, scoring=(), experts=own.experts)
+        weights = replace(
+            model, layers=layers, final_norm=own.norm, head=head, scoring=(), experts=own.experts, ngrams={}
+        )
         super().__init__(config, weights, None, kernels)
         self._own, self._model_norm = own, model.final_norm
         self._hidden = torch.empty(0)
@@ -53,17 +57,18 @@ class NextTokenDecoder(Decoder):
         return self.forward([Segment(cache, tokens)]).clone()
 
     def of_model(self, hidden: Tensor) -> Tensor:
-        """The model's hidden rows with its final norm."""
-        return self._model_norm(hidden)
+        """The model's hidden rows with its final norm, or their streams as they are."""
+        return hidden if isinstance(self._model_norm, StreamWeights) else self._model_norm(hidden)
 
     def of_own(self, out: Tensor) -> Tensor:
         """The head's outputs in place of the model's hidden rows."""
-        return self._own.norm(out)
+        return out if isinstance(self._own.norm, StreamWeights) else self._own.norm(out)
 
     def _embedded(self, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        own = self._own
-        rows = torch.cat([own.embedding_norm(super()._embedded(tokens)), own.hidden_norm(self._hidden)], 1)
-        joined = own.join(rows)
+        own, count = self._own, self.config.streams.count if self.config.streams else 1
+        embedded = own.embedding_norm(self._rows_of(tokens, None))[:, None].expand(-1, count, -1)
+        hidden = normed_heads(self._hidden, own.hidden_norm, self.config.hidden_size).unflatten(1, (count, -1))
+        joined = own.join(torch.cat([embedded, hidden], 2).flatten(0, 1)).unflatten(0, (-1, count)).flatten(1)
         return joined if out is None else out.copy_(joined)
 
 

@@ -13,18 +13,21 @@ from offload.config.block import Block
 from offload.config.mixers import LOW_RANK_PARTS, Latent
 from offload.config.model import ModelConfig
 from offload.kernels.activation import activated
-from offload.kernels.device import Gated
+from offload.kernels.device import DeviceKernels
 from offload.kernels.experts import ExpertHomes, RunExperts, run_experts
 from offload.kernels.experts_host import HostRows
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
-from offload.model.heads import gated_heads, normed_over_ranks, norms_over_ranks
+from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
 from offload.model.layer import (
     Add,
+    AddNGrams,
     Attend,
     Gate,
+    Inject,
     Join,
     LayerStep,
+    Mean,
     Mix,
     MixRows,
     Operand,
@@ -32,7 +35,10 @@ from offload.model.layer import (
     Recur,
     reads,
     steps_of,
+    takes_input,
 )
+from offload.model.ngrams import add_ngrams
+from offload.model.streams import mean_of
 from offload.model.sums import Due, OneRank, Sums, dues_of
 from offload.speed.routing import wants_nearly_all
 from offload.weights.layout import LayerWeights
@@ -53,19 +59,19 @@ class _Block:
 
 
 class TorchLayers:
-    """Executor of layers' steps by torch's operators and the device's kernels of gates and experts. The list of steps
+    """Executor of layers' steps by torch's operators and the device's kernels of single steps. The list of steps
     is made once for each set of weights, whose addresses do not change: streamed weights use a few staging buffers."""
 
     def __init__(
         self,
         config: ModelConfig,
         sums: Sums,
-        gated: Gated,
+        kernels: DeviceKernels,
         experts: Sequence[ExpertHomes | None],
         run_experts: RunExperts | None,
     ) -> None:
         """experts: of each layer. run_experts: None for torch's operators."""
-        self._config, self._sums, self._gated = config, sums, gated
+        self._config, self._sums, self._kernels = config, sums, kernels
         self._experts, self._run_experts = experts, run_experts
         self._steps: dict[tuple[int, int], tuple[LayerWeights, list[LayerStep]]] = {}  # by weights and block
 
@@ -134,7 +140,8 @@ class TorchLayers:
             homes.ahead(next(filter(None, self._experts[layer + 1 :]), None), is_last=is_last)
 
     def _dues(self, own: Block, block: _Block) -> tuple[list[Due], list[Due]]:
-        return dues_of(own, *block.x.shape, squares=norms_over_ranks(self._config, self._sums))
+        squares = norms_over_ranks(self._config, self._sums)
+        return dues_of(own, len(block.x), self._config.hidden_size, squares=squares)
 
     def _run_steps(
         self,
@@ -144,7 +151,7 @@ class TorchLayers:
         caches: MixRows,
         given: Callable[[int, Tensor], Tensor | None],
     ) -> None:
-        found = given(block.first, block.x) if any(isinstance(step, Gate) for step in steps) else None
+        found = given(block.first, block.x) if any(map(takes_input, steps)) else None
         for step in steps:
             self._run(layer, step, block.operands, caches, given=found)
 
@@ -175,7 +182,7 @@ class TorchLayers:
             case Attend():
                 attend = partial(caches.attend, layer)
                 if step.attention.latent is None:
-                    operands["mixed"] = self._attended(step, operands["qkv"], attend)
+                    operands["mixed"] = self._attended(layer, step, operands["qkv"], caches)
                 else:
                     operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
             case Recur():
@@ -188,6 +195,17 @@ class TorchLayers:
             case Add():
                 part = operands[step.read]
                 add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
+            case Mean():
+                multiply = partial(_multiplied, blocks)
+                operands["read"], operands["factors"] = mean_of(x, step.weights, multiply, self._kernels.streams)
+            case Inject():
+                part = operands[step.part]
+                part = part if step.is_whole else self._sums.total(part)
+                self._kernels.streams.inject(x, part, operands["factors"])
+            case AddNGrams():
+                assert given is not None
+                convolve = partial(caches.convolve, layer, weights=step.weights.convolution)
+                add_ngrams(x, step, given, partial(_multiplied, blocks), convolve)
             case Gate():
                 assert given is not None
                 operands["gated"] = operands["gated"] * given
@@ -219,7 +237,7 @@ class TorchLayers:
         """The step's product over rows [n, inputs] with its ending, except for "add"."""
         made = step.linear(rows if step.norm is None else step.norm(rows))
         if step.ending == "gate":
-            return self._gated(made, step.activation)
+            return self._kernels.gated(made, step.activation)
         return activated(made, step.activation) if step.ending == "activate" else made
 
     def _mixed(
@@ -231,17 +249,22 @@ class TorchLayers:
         real: Tensor | None,
     ) -> Tensor:
         """The output of a mixture of experts for the rows of x, or for their latents."""
-        homes, x = self._experts[layer], operands["x"]
+        homes, x = self._experts[layer], operands[step.read]
         assert homes is not None
         beside = operands["beside"] if step.adds else None
         latents = operands["latent"] if step.mixture.experts.latent else None
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks, host_rows=HostRows)
         return run(step.mixture, homes, x, beside, real, latents)
 
-    def _attended(self, step: Attend, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The attention's output: qkv [T, outputs] -> [T, H * D]. attend: of queries, keys and values."""
+    def _attended(self, layer: int, step: Attend, qkv: Tensor, caches: MixRows) -> Tensor:
+        """The attention's output: qkv [T, outputs] -> [T, H * D]."""
         own, weights = step.attention, step.weights
         q, *others = qkv.split(own.parts, 1)
+        attend = partial(caches.attend, layer)
+        if own.indexer is not None:
+            key, queries = others.pop(), others.pop()
+            index = index_rows(own.indexer, weights, queries, key)
+            attend = partial(caches.attend_chosen, layer, index=index)
         size = 0 if own.norms_whole else own.head_dim
         if own.shares:
             heads, none = [normed_heads(q, weights.q_norm, size)], [None, None]
@@ -290,6 +313,10 @@ def _widened(step: Recur, rows: Tensor, blocks: Sequence[int] | None) -> Tensor:
     for part, linear in zip(LOW_RANK_PARTS, step.low_rank, strict=True):
         parts[part] = _by_block(blocks, parts[part].contiguous(), linear)
     return torch.cat(parts, 1)
+
+
+def _multiplied(blocks: Sequence[int] | None, x: Tensor, linear: Linear) -> Tensor:
+    return _by_block(blocks, x, linear)
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

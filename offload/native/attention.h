@@ -299,20 +299,19 @@ inline void soften_all(const Attention& a, const Span& s, int begin, int stride,
     }
 }
 
-// All rows over one head of one span. scratch: `scratch_room`.
+// Rows over one head of a span. queries [R, D], partials [R, 2 + room()], masses [R, chunks] or null: those of the rows.
+// scratch: `scratch_room`.
 template <class E>
-void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch) {
+void attend_rows(const Attention& a, const Span& s, const float* queries, float* partials, float* masses,
+                 float* scratch) {
     using element = typename E::element;
     const int dim = int(a.held_dim()), folded = int(a.rows * a.group);
-    const int64_t size = 2 + a.room<E>(), base = (s.slot * a.kv_heads + head) * folded;
-    float* partials = a.partials + base * size;
-    const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * a.head_dim;
+    const int64_t size = 2 + a.room<E>();
     const Range some = seen_by(a, s, 0, a.rows - 1);
     const int begin = some.from / KEYS * KEYS, count = some.to - begin, stride = (count + KEYS - 1) / KEYS * KEYS;
     const element* const held[] = {static_cast<const element*>(s.keys) + int64_t(begin) * dim,
                                    static_cast<const element*>(s.values) + int64_t(begin) * dim};
     float *scores = scratch, *rest = scratch + int64_t(folded) * stride;
-    float* masses = a.masses ? a.masses + base * a.chunks : nullptr;
     if (a.joined) {
         latents::score_all<E>(queries, folded, dim, held, count, scores, stride, rest);
         soften_all(a, s, begin, stride, scores, partials, size, masses);
@@ -329,6 +328,15 @@ void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch)
     score_all<E>(part, held[0], scores, rest);
     soften_all(a, s, begin, stride, scores, partials, size, masses);
     mix_all<E>(part, some.from - begin, held[1], scores, partials + 2, size);
+}
+
+// All rows over one head of one span. scratch: `scratch_room`.
+template <class E>
+void attend_one(const Attention& a, const Span& s, int64_t head, float* scratch) {
+    const int64_t folded = a.rows * a.group, base = (s.slot * a.kv_heads + head) * folded;
+    const float* queries = a.queries + (s.query * a.kv_heads + head) * folded * a.head_dim;
+    float* masses = a.masses ? a.masses + base * a.chunks : nullptr;
+    attend_rows<E>(a, s, queries, a.partials + base * (2 + a.room<E>()), masses, scratch);
 }
 
 // All rows over one head of span `number` of a run of codes, whose rows are halves: decoded to the dtype, they are

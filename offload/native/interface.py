@@ -101,6 +101,40 @@ class Attention(ctypes.Structure):
     ]
 
 
+class Tiles(ctypes.Structure):
+    """Tiles in blocks of tokens, see chosen.h. kept: what they are described by."""
+
+    kept: object
+    _fields_ = [*_pointers("keys", "values"), *_integers("head_stride", "page_stride", "page", "tile", "size")]
+
+
+class Chosen(ctypes.Structure):
+    """Lists of blocks to attend to, see chosen.h."""
+
+    _fields_ = [("tiles", Tiles), *_pointers("blocks", "tokens"), *_integers("most", "span")]
+
+
+class Fetching(ctypes.Structure):
+    """A copy of blocks between tiles, see chosen.h."""
+
+    _fields_ = [
+        ("source", Tiles),
+        ("target", Tiles),
+        *_pointers("blocks", "slots"),
+        *_integers("count", "kv_heads", "dim"),
+    ]
+
+
+class Choosing(ctypes.Structure):
+    """A choice of blocks, see choosing.h."""
+
+    _fields_ = [
+        ("scored", Product),
+        *_pointers("scores", "visible", "chosen"),
+        *_integers("rows", "heads", "most"),
+    ]
+
+
 class Rotation(ctypes.Structure):
     """New rows to rotate and to append to a cache, see rotation.h."""
 
@@ -142,11 +176,11 @@ class Delta(ctypes.Structure):
 
 
 class Convolution(ctypes.Structure):
-    """A short convolution over new rows, see convolution.h."""
+    """A short convolution over new rows, gated or dilated, see convolution.h."""
 
     _fields_ = [
         *_pointers("held", "rows", "out", "taps", "bias"),
-        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width"),
+        *_integers("held_stride", "rows_stride", "count", "new_rows", "settles", "channels", "width", "dilation"),
     ]
 
 
@@ -171,6 +205,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_double]),
     "scratch_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
+    "chosen_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
+    "attend_chosen": (None, [c_int64, POINTER(Attention), POINTER(Chosen), c_void_p, c_int64, c_int64]),
+    "fetch_blocks": (None, [c_int64, POINTER(Fetching), c_int64]),
+    "choose": (None, [c_int64, POINTER(Choosing), c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),
     "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),

@@ -1,4 +1,6 @@
 #include "attention.h"
+#include "choosing.h"
+#include "chosen.h"
 #include "convolution.h"
 #include "delta.h"
 #include "experts.h"
@@ -23,7 +25,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Its thousands change with every change of a structure or a function below, and of a row of stored_forms.h.
-KERNEL int abi() { return 38000 + stored::NUM_FORMS; }
+KERNEL int abi() { return 42000 + stored::NUM_FORMS; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -132,6 +134,25 @@ KERNEL int64_t scratch_room(Dtype dtype, int64_t dim, int64_t folded, int64_t co
 KERNEL void attend_runs(Dtype dtype, const Attention* a, const Run* runs, int64_t count, float* scratch, int64_t room,
                         int64_t how_many) {
     with(dtype, [&]<class E>() { attention::attend<E>(*a, runs, count, scratch, room, how_many); });
+}
+
+KERNEL int64_t chosen_room(Dtype dtype, int64_t dim, int64_t group, int64_t span, int64_t joined) {
+    int64_t room = 0;
+    with(dtype, [&]<class E>() { room = chosen::scratch_room<E>(dim, group, span, joined != 0); });
+    return room;
+}
+
+KERNEL void attend_chosen(Dtype dtype, const Attention* a, const Chosen* c, float* scratch, int64_t room,
+                          int64_t how_many) {
+    with(dtype, [&]<class E>() { chosen::attend<E>(*a, *c, scratch, room, how_many); });
+}
+
+KERNEL void fetch_blocks(Dtype dtype, const Fetching* f, int64_t how_many) {
+    with(dtype, [&]<class E>() { chosen::fetch<E>(*f, how_many); });
+}
+
+KERNEL void choose(Dtype dtype, const Choosing* c, int64_t how_many) {
+    with(dtype, [&]<class E>() { choosing::run<E>(*c, how_many); });
 }
 
 KERNEL void merge_runs(Dtype dtype, const Attention* a, int64_t how_many) {

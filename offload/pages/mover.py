@@ -85,6 +85,23 @@ class Mover:
         self._traffic.writes((layer, index), event)
         return event
 
+    def write_rows(self, layer: int, start: int, rows: Tensor) -> None:
+        """Begin to copy rows [2, H_kv, n, D] of the tokens at `start` and on home. They are copied before they leave,
+        so that the caller may write over them."""
+        shape, ready = self._store.shape, self._link.record()
+        position, stop, rows = start, start + rows.shape[2], rows.clone()
+        while position < stop:
+            index, within = divmod(position, shape.tokens)
+            page, offset = divmod(within, shape.page_tokens)
+            count = min(shape.page_tokens - offset, stop - position)
+            first = position - start
+            for half, own in zip(self._store.home(layer, index), rows, strict=True):
+                for head, own_head in zip(half[page], own, strict=True):
+                    new = own_head[first : first + count]
+                    event = self._link.to_host(head[offset : offset + count], new, (ready,))
+            self._traffic.writes((layer, index), event)
+            position += count
+
     def pack_behind(self) -> None:
         """Begin to pack raw pages on a thread, where pages are packed; see `PackedPages.pack_behind`."""
         if self.packed is not None:

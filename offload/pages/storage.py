@@ -30,7 +30,8 @@ class Offload:
 
     num_resident: see `TileStore`. num_staging: number of staging slots on the device. packs: the CPU's kernels, which
     pack the pages of streamed tiles at home, bf16 alone; None: pages are stored raw. raw_pages: number of slots for
-    pages that are not packed yet, allocated by `reserve`.
+    pages that are not packed yet, allocated by `reserve`. by_blocks: in phase "decode" no tiles are used: the cache
+    fetches parts of them, and writes rows home.
     """
 
     link: Link
@@ -38,6 +39,7 @@ class Offload:
     num_staging: int = 2
     packs: CpuKernels | None = None
     raw_pages: int = 0
+    by_blocks: bool = False
 
 
 class PageStorage:
@@ -63,6 +65,7 @@ class PageStorage:
         self.shape, self.num_layers, self.all_on_device = shape, num_layers, offload is None
         self._memory, self._offload, self._staging = memory, offload, list[Tensor]()
         self._traffic: Traffic | None = None
+        self._mover: Mover | None = None
         self.packed: PackedPages | None = None
         if offload is None:
             self.store = TileStore(memory, shape, num_layers, None, most_tokens=num_tokens)
@@ -70,7 +73,8 @@ class PageStorage:
             self.access: Mapping[Literal["prefill", "decode"], TileAccess] = {"prefill": here, "decode": here}
             self.reader = RowReader(self.store, memory, None)
             return
-        link, packs, num_staging = offload.link, offload.packs is not None, offload.num_staging
+        link, packs = offload.link, offload.packs is not None
+        num_staging = 0 if offload.by_blocks else offload.num_staging
         self.store = TileStore(memory, shape, num_layers, offload.num_resident, packs=packs, most_tokens=num_tokens)
         for _ in range(num_staging + packs):
             self._staging.append(memory.allocate(shape.shape, shape.dtype, tier="device", purpose=_STAGING))
@@ -79,9 +83,12 @@ class PageStorage:
             self.packed = PackedPages(self.store, memory, offload.packs, link, self._traffic)
         unpacked = self._staging[-1] if packs else None
         mover = Mover(self.store, link, self._traffic, self.packed, unpacked, kernels)
+        self._mover = mover
+        order = reads or range(num_layers)
+        streamed = StreamedTiles(self.store, link, self._staging[:num_staging], mover, order)
         self.access = {
             "prefill": PrefillTiles(self.store, link, arena, mover),
-            "decode": StreamedTiles(self.store, link, self._staging[:num_staging], mover, reads or range(num_layers)),
+            "decode": TileAccess(self.store) if offload.by_blocks else streamed,
         }
         self.reader = RowReader(self.store, memory, link, self.packed)
 
@@ -140,6 +147,11 @@ class PageStorage:
         """Make the device's later work wait until the homes have all rows. On a GPU the host does not wait."""
         if self._traffic is not None:
             self._traffic.order()
+
+    def write_rows(self, layer: int, start: int, rows: Tensor) -> None:
+        """Begin to copy rows [2, H_kv, n, D] of the tokens at `start` and on home, from the device."""
+        assert self._mover is not None
+        self._mover.write_rows(layer, start, rows)
 
     def read_home(self) -> None:
         """Note that kernels launched so far read homes directly: `wait_home` waits for them."""

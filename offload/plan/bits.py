@@ -7,6 +7,7 @@ in 8 beside 6-bit codes (formats/residuals.py). No bit is lost.
 
 from __future__ import annotations
 
+from offload.config.mixers import Indexer
 from offload.errors import UsageError
 from offload.formats.layout import (
     BESIDE_CODES,
@@ -26,6 +27,11 @@ CPU_RESTORED = 2.7e9  # bytes of bf16 a second that two cores restore from codes
 _SLOWER = 8.0  # memory rate over link rate from which packing pays: unpacking moves 3.5 bytes a number
 
 
+def chooses(indexer: Indexer) -> str:
+    """The reason why a copy of a part of the cache, or of all in fewer bits, has nothing to win with an indexer."""
+    return f"a row attends to {indexer.most_tokens} tokens that the model's own index chooses, whatever the length"
+
+
 def check_quantised(sizing: Sizing) -> None:
     """Raise UsageError if the user asks for quantised weights or a quantised cache that are not possible."""
     options = sizing.options
@@ -43,6 +49,8 @@ def cache_problem(sizing: Sizing) -> str:
     head_dim = target.kv_dim if hardware.is_cpu else target.head_dim
     if not sizing.num_growing:
         return ALL_WINDOWS
+    if target.indexer is not None:
+        return chooses(target.indexer)
     if not takes_kv_codes(head_dim, hardware.is_cpu):
         group = "8" if hardware.is_cpu else f"16, up to {WIDEST_GPU_HEAD}"
         return f"heads of {head_dim} numbers are not whole groups of {group}"
@@ -120,6 +128,8 @@ def _packing_cache_problem(sizing: Sizing, chunk: int) -> str:
     """The reason why cached numbers cannot cross the link in 12 bits where weights can, or "". chunk: tokens that are
     read together."""
     hardware, target = sizing.hardware, sizing.target
+    if target.indexer is not None:
+        return f"blocks of {target.indexer.ratio} tokens cross by themselves, and {PACKED_TOKENS} are packed together"
     head_dim, groups = (target.kv_dim, 4) if hardware.is_cpu else (target.head_dim, 16)
     if head_dim > WIDEST_GPU_HEAD and not hardware.is_cpu:
         return f"heads have {head_dim} numbers, and a GPU's kernels know up to {WIDEST_GPU_HEAD}"

@@ -75,7 +75,7 @@ def _candidates(sizing: Sizing, capacity: int) -> Iterator[Composition]:
         with_draft=sizing.draft is not None,
         weight_bits=(16,) if weights_problem(sizing) else (16, *known),
         kv_bits=(16, 4) if attends and not cache_problem(sizing) else (16,),
-        retrieves=sizing.num_growing > 0,
+        retrieves=sizing.num_growing > 0 and sizing.target.indexer is None,
         coded_chunks=asked or not is_cpu,  # a part of the cache saves device memory, which a CPU does not have
     )
 

@@ -77,12 +77,13 @@ class CpuPasses(DevicePasses):
         return rows
 
     def _cached(self, num_tokens: int) -> tuple[float, float]:
-        """Bytes of the whole target's keys and values that a row of a sequence attends to: `num_tokens` in each growing
-        layer, and those of its windows."""
+        """Bytes of the whole target's keys and values that a row of a sequence attends to: of `num_tokens` in each
+        growing layer, with the keys by which it chooses them, and those of its windows."""
         sizing = self.passes.sizing
         shares = sizing.num_devices  # each has a part of every token
+        attended = sizing.attended(num_tokens) * sizing.target.read_kv_bytes(sizing.itemsize)
         return (
-            num_tokens * sizing.target.read_kv_bytes(sizing.itemsize),
+            attended + sizing.index_keys_bytes(num_tokens),
             shares * sizing.seen_window_bytes(self.passes.capacity),
         )
 

@@ -11,7 +11,7 @@ from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.plan.composition import Composition
 from offload.plan.expert_placement import expert_rows, made_bytes
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.sizing import MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, run_tiles, tail_tokens
+from offload.plan.sizing import CHOOSING_ROWS, MAX_ROWS, PREFILL_BLOCK, Sizing, low_bit_tail, run_tiles, tail_tokens
 from offload.plan.states import held_rows, level_bytes
 
 PREFILL_PAGES = 2  # pages whose scores are in memory at a time without a fused kernel
@@ -31,6 +31,8 @@ def fixed_bytes(
         "rope tables": _rope_bytes(sizing, sizing.target, capacity),
         "workspace": _workspace(sizing, capacity, composition.gamma if first else None, streamed=streamed),
     }
+    if sizing.target.indexer is not None:
+        sizes["block index"] = sizing.block_index_bytes(capacity)
     if sizing.target.windowed:
         sizes["window cache"] = sizing.window_bytes(sizing.window_pages(capacity) * PAGE_TOKENS)
     if sizing.target.stateful:  # of the target, and of the level where it drafts for itself
@@ -66,7 +68,7 @@ def _draft_bytes(sizing: Sizing, draft: ModelConfig, composition: Composition) -
         return {"draft layers": layers, "draft embeddings": rest, "hidden rows of drafts": hidden}
     if draft.is_head:
         rows = _draft_tokens(sizing, composition) + 2 * composition.gamma
-        hidden = rows * draft.hidden_size * sizing.itemsize
+        hidden = rows * draft.row_size * sizing.itemsize
         return {"draft layers": layers + rest, "hidden rows of drafts": hidden}
     experts = draft.all_layers(lambda layer: layer.experts_bytes(sizing.itemsize))
     return {"draft layers": layers, "draft experts": experts, "draft embeddings": rest}
@@ -82,7 +84,8 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None, *, streamed: bo
     target, item, heads = sizing.shard, sizing.itemsize, max(sizing.shard.head_counts)
     tile_tokens = sizing.tile_tokens(capacity)
     rows = expert_rows(sizing, capacity, streamed=streamed)
-    block = PREFILL_BLOCK * 6 * target.hidden_size * item
+    streams = 8 * (target.row_size - target.hidden_size)  # normed, their mixes in fp32, and what makes them
+    block = PREFILL_BLOCK * (6 * target.hidden_size + streams) * item
     block += max(_network_bytes(sizing, kind, rows, lent=streamed) for kind, _ in target.kinds)
     beside = [kind.block.beside for kind, _ in target.kinds if kind.block.beside is not None]
     block += PREFILL_BLOCK * max((sum(own.parts) + own.out_size for own in beside), default=0) * item
@@ -90,7 +93,10 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None, *, streamed: bo
     score = 2 * item + 4  # raw, in fp32 and as weights
     width = max(_attended_size(kind) for kind, _ in target.kinds)
     attended = PREFILL_BLOCK * width * (item + 4)  # raw and in fp32
-    if sizing.hardware.is_cpu and not sizing.caps_scores:  # a tile's pages, joined and then ordered for matrix units
+    if sizing.target.indexer is not None:
+        tile_tokens = sizing.attended(capacity)
+        scores = attended + _choice_bytes(sizing, capacity)
+    elif sizing.hardware.is_cpu and not sizing.caps_scores:  # a tile's pages, joined and then ordered for matrix units
         copies = 4 if target.block.attends and target.block.attention.latent else 2  # of halves of rows, both whole
         scores = copies * sizing.tile_bytes(capacity) + attended
     else:
@@ -108,6 +114,12 @@ def _workspace(sizing: Sizing, capacity: int, gamma: int | None, *, streamed: bo
     logits = 0 if gamma is None else _padded(sizing, gamma + 1) * target.vocab_size * (item * sizing.num_sequences + 36)
     whole, of_head = sizing.decoded_bytes
     return max(block + max(scores, whole), tile, logits + (0 if gamma is None else of_head))
+
+
+def _choice_bytes(sizing: Sizing, capacity: int) -> int:
+    """Bytes of the scores by which rows choose blocks, thrice with those that are sorted, as numbers and places."""
+    assert sizing.target.indexer is not None
+    return 3 * CHOOSING_ROWS * (capacity // sizing.target.indexer.ratio) * 8
 
 
 def _attended_size(layer: ModelConfig) -> int:
@@ -175,6 +187,8 @@ def _attention_bytes(sizing: Sizing, capacity: int, composition: Composition, *,
     tiles = min(run_tiles(target.block.attention), sizing.num_tiles(capacity)) if target.block.attends else 1
     spans = 2 * max(tiles * sizing.tile_tokens(capacity) // PAGE_TOKENS, sizing.window_pages(capacity))
     size = _partial_bytes(target, rows, spans)
+    if sizing.target.indexer is not None:
+        size = _partial_bytes(target, CHOOSING_ROWS, 1 + -(-sizing.attended(capacity) // PAGE_TOKENS))
     if composition.mass_chunk:
         parts = _all_tokens(sizing, capacity) // min(composition.chunk, MASS_TOKENS)
         size += rows * max(target.head_counts) * parts * 4 * 3 // 2

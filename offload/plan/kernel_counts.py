@@ -1,7 +1,8 @@
 """The number of kernels of a layer's pass over few rows on one GPU, from the layer's description.
 
-They are those of `model.torch_layers` and `kernels.gpu`, which tests/test_real_sizes.py counts on paper. Not in them:
-attention to further runs of a long cache, and matrices of one product that are stored in unlike encodings.
+They are those of `model.torch_layers` and `kernels.gpu`, which tests/test_real_sizes.py counts on paper, but for those
+of an index and of n-grams, most of which are torch's operators and counted here. Not in them: attention to further
+runs of a long cache, and matrices of one product that are stored in unlike encodings.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ _GATE = 2  # of the heads' output: its function, the product
 _LATENT = 6  # by head two products and the copies that they read, halves joined, of queries and of a token's row
 _LOW_RANK = 5  # of a delta rule: two products, what they read, rows joined
 _EXPERTS = 6  # scores, choice, order, two products, the sum
+_MEAN = 3  # of streams, between two products: the norm, gates, the mean
+_INDEX = 36  # a product, norms, rotations, pooling, the choice and its blocks, of which several are indexing
+_NGRAMS = 45  # two products, three norms, the score with its root and sign, the gate, values, the convolution
 _APART = 3  # more where gate and up are stored in unlike encodings
 
 
 def layer_kernels(block: Block) -> int:
     """The kernels of a layer whose rows have 16 bits."""
-    return _mixer(block) + _network(block) + _input(block) + block.multiplied
+    return _mixer(block) + _network(block) + _input(block) + _streams(block) + block.multiplied
 
 
 def _mixer(block: Block) -> int:
@@ -37,7 +41,7 @@ def _mixer(block: Block) -> int:
 
 
 def _attention(attention: Attention, encodings: Encodings) -> int:
-    found = _ATTENTION + _GATE * attention.gate
+    found = _ATTENTION + _GATE * attention.gate + _INDEX * (attention.indexer is not None)
     if attention.latent is not None:
         of_rank = _norms(attention.qk_norm)
         return found + _LATENT + of_rank + (of_rank + 1 if attention.latent.query_rank else 0)
@@ -71,6 +75,15 @@ def _network(block: Block) -> int:
 def _input(block: Block) -> int:
     """Kernels of the layer's own input: two products, the activation, the gate, what is added."""
     return 2 * _product(block.encodings.inputs) + 3 + _norms(block.after_input) if block.input_size else 0
+
+
+def _streams(block: Block) -> int:
+    """Kernels of the means over streams that mixer and network read, and of n-grams."""
+    if block.streams is None:
+        return 0
+    down, inject, up = (block.encodings.streams or ("", "", ""))[:3]
+    mean = _MEAN + _product((down, inject)) + _product((up,))
+    return (block.has_mixer + block.has_network) * mean + _NGRAMS * (block.ngrams is not None)
 
 
 def _norms(norm: Norm | None) -> int:

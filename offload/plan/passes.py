@@ -58,6 +58,7 @@ def _is_known(attention: Attention, *, by_kernels: bool) -> bool:
     return attention.head_dim % 16 == 0 and attention.head_dim <= WIDEST_GPU_HEAD
 
 
+BLOCK_MISSES = 0.04  # of the blocks that a row chooses those that no slot has: .6 to 4 % (docs/memory.md)
 CPU_TURN = 1e-4  # seconds in which a layer's rows go to the host and come back, beside the CPU's work: estimated
 NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated
 
@@ -104,8 +105,10 @@ class Passes:
 
     @cached_property
     def read_cache_bytes(self) -> int:
-        """Bytes of them that a row of each sequence reads in a pass, for each layer that reads them."""
-        return self.num_sequences * self.capacity * self.sizing.read_kv_bytes
+        """Bytes of them that a row of each sequence reads in a pass, for each layer that reads them, and of the keys by
+        which it chooses them."""
+        sizing, tokens = self.sizing, self.sizing.attended(self.capacity)
+        return self.num_sequences * (tokens * sizing.read_kv_bytes + sizing.index_keys_bytes(self.capacity))
 
     @cached_property
     def window_bytes(self) -> int:
@@ -148,7 +151,10 @@ class Passes:
     @property
     def streamed_cache_bytes(self) -> float:
         """Bytes, before packing, of the keys and values that cross the link in a pass over the full cache, for each
-        layer that reads them."""
+        layer that reads them. Of a cache from which rows choose: the blocks of a row that are in no slot."""
+        if self.placement.block_slots:
+            rows = self.num_sequences * self.sizing.attended(self.capacity)
+            return BLOCK_MISSES * rows * self.sizing.read_kv_bytes
         once = self.tiles_bytes(self.num_tiles - self.placement.resident_tiles)
         return once * self.sizing.num_readers / max(self.sizing.num_growing, 1)
 

@@ -25,7 +25,7 @@ from offload.plan.expert_placement import (
 )
 from offload.plan.fixed_bytes import fixed_bytes
 from offload.plan.options import PAGE_TOKENS
-from offload.plan.sizing import NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
+from offload.plan.sizing import BLOCK_SHARE, NUM_ROW_SLOTS, NUM_STAGING, PREFILL_BLOCK, Sizing
 
 TableTier = Literal["device", "host", "file"]
 
@@ -72,6 +72,9 @@ class Placement:
     expert_rows: int = field(default=PREFILL_BLOCK, metadata={LATER: True})  # of a prefill, run at once
     staged_experts: int = field(default=0, metadata={LATER: True})
     prefill_bytes: int = field(default=0, metadata={LATER: True})
+    block_slots: int = field(default=0, metadata={LATER: True})  # of each layer with an indexer, and of a sequence
+    ngram_table: TableTier = field(default="host", metadata={LATER: True})  # where tables of n-grams are
+    ngram_rows: int = field(default=0, metadata={LATER: True})  # of each in host memory, where it is in its file
     table: TableTier = "device"  # of the embedding's table a pass reads only a few rows
 
     @property
@@ -112,6 +115,8 @@ def place(sizing: Sizing, capacity: int, composition: Composition, cpu_experts: 
     choices = [frozenset[str](), frozenset({"kv"}), frozenset({"weights", "kv"})]
     if sizing.num_experts:  # of which a token reads a few, while it reads all of its cache
         choices[1] = frozenset({"weights"})
+    if sizing.target.indexer is not None:  # a pass reads as much of a cache on the host whatever its length
+        choices = [frozenset[str](), frozenset({"weights", "kv"})]
     if not sizing.num_growing:  # no tiles to offload
         choices = [frozenset[str](), frozenset({"weights"})]
     if sizing.hardware.is_cpu and sizing.options.device_memory is None:
@@ -136,12 +141,12 @@ def shortage(sizing: Sizing, placement: Placement) -> str | None:
     hardware = sizing.hardware
     tiers = [
         ("device memory", placement.total_device_bytes, device_room(sizing)),
-        ("host memory", placement.total_host_bytes, host_room(sizing)),
+        ("host memory", placement.total_host_bytes, sizing.host_room),
     ]
     if hardware.is_cpu:
         others = placement.total_other_device_bytes * (hardware.num_devices - 1)
         total = placement.total_device_bytes + others + placement.total_host_bytes
-        tiers = [("memory", total, host_room(sizing))]
+        tiers = [("memory", total, sizing.host_room)]
         if sizing.options.device_memory is not None:
             tiers.insert(0, ("device memory", placement.total_device_bytes, device_room(sizing)))
     for name, needed, free in tiers:
@@ -155,13 +160,6 @@ def device_room(sizing: Sizing) -> int:
     cap = sizing.options.device_memory
     free = sizing.hardware.device_free_bytes
     return free if cap is None else min(free, int(cap * 1e9))
-
-
-def host_room(sizing: Sizing) -> int:
-    """Bytes that may be used on all hosts; on a CPU those of the device among them."""
-    cap, hardware = sizing.options.host_memory, sizing.hardware
-    free = hardware.host_free_bytes
-    return (free if cap is None else min(free, int(cap * 1e9))) * hardware.num_hosts
 
 
 @dataclass(frozen=True)
@@ -178,9 +176,10 @@ class _Filling:
     def placement(self) -> Placement:
         sizing, layers = self.sizing, self._most_layers()
         tiles, slots = self._all_tiles, self._most_slots(layers)
-        if "kv" in self.offload:
+        if "kv" in self.offload and not self._block_slots:
             slots = self._best_slots(layers, slots) if slots else 0
             tiles = self._most_tiles(layers, slots)
+        tiles = 0 if self._block_slots else tiles
         bits, places = self._link_bits, self._most_places(layers, tiles, slots)
         staged = staged_experts(sizing, self._expert_rows, self._slots_bytes(slots, first=False)) if slots else 0
         several = sizing.num_devices > 1
@@ -210,6 +209,9 @@ class _Filling:
             expert_rows=self._expert_rows,
             staged_experts=staged,
             prefill_bytes=prefill_bytes(sizing, self._expert_rows, staged) if slots else 0,
+            block_slots=self._block_slots,
+            ngram_table="file" if sizing.reads_ngrams else "host",
+            ngram_rows=sizing.ngram_rows if sizing.reads_ngrams else 0,
             table="host" if self._table else "file" if sizing.maps_table else "device",
         )
 
@@ -243,7 +245,7 @@ class _Filling:
             if hardware.is_cpu:
                 used += sum(self._device(layers, tiles, slots, places).values())
                 used += others * sum(self._device(layers, tiles, slots, places, first=False).values()) if others else 0
-            return used <= host_room(sizing)
+            return used <= sizing.host_room
 
         least = max(experts.used, LEAST_SLOTS)
         return 0 if fits(0) or least >= experts.count else max(least, largest(fits, experts.count - 1))
@@ -283,8 +285,11 @@ class _Filling:
         if layers < sizing.target.num_layers:
             opened = sizing.layer_bytes if bits < 16 else 0
             sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
-        if "kv" in self.offload:
+        if self._block_slots:
+            sizes["block cache"] = sizing.block_cache_bytes(self._block_slots) + sizing.new_rows_bytes
+        elif "kv" in self.offload:
             sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
+        if "kv" in self.offload:
             sizes["hidden rows"] = sizing.hidden_bytes(NUM_ROW_SLOTS * self._expert_rows)
         return _some(sizing.of_all(sizes) | self._of_tiles(tiles))
 
@@ -309,12 +314,28 @@ class _Filling:
             "target layers": sizing.homes_bytes(layers, self._weight_link_bits(layers)),
             "target experts": sizing.experts_bytes(places) if slots else 0,
             "target embeddings": self._table,
+            "n-gram tables": 0 if sizing.reads_ngrams else sizing.ngram_tables_bytes,
+            "n-gram rows": sizing.ngram_rows_bytes if sizing.reads_ngrams else 0,
             "hidden rows": sizing.hidden_bytes(self.capacity) if streams_cache else 0,
-            "gathered chunks": sizing.fetched_bytes(self.capacity, self.composition) if streams_cache else 0,
+            "gathered chunks": self._gathered if streams_cache else 0,
             **sizing.host_cache_bytes(self.capacity, tiles, self._link_bits),
         }
         host = {name: size * sizing.num_devices for name, size in each.items()}
         return _some(sizing.of_all(host | {"draft experts": self._of_head(places) if slots else 0}))
+
+    @property
+    def _gathered(self) -> int:
+        """Bytes of parts of the cache that are gathered on the host, for each device."""
+        if self._block_slots:
+            return self.sizing.gathered_bytes(self._block_slots)
+        return self.sizing.fetched_bytes(self.capacity, self.composition)
+
+    @cached_property
+    def _block_slots(self) -> int:
+        """Slots of each layer for blocks of a cache on the host from which rows choose; 0 without such."""
+        if "kv" not in self.offload or self.sizing.target.indexer is None:
+            return 0
+        return self.sizing.block_slots(self.capacity, device_room(self.sizing) // BLOCK_SHARE)
 
     @cached_property
     def _streams(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from offload.config.model import ModelConfig
 from offload.errors import DoesNotFit, UsageError
 from offload.fields import fields_of, record, shown, versioned
-from offload.plan.bits import ALL_WINDOWS, check_quantised
+from offload.plan.bits import ALL_WINDOWS, check_quantised, chooses
 from offload.plan.choice import choose, choose_cpu_experts, least_shortage
 from offload.plan.composition import Composition
 from offload.plan.cost import Cost, Prediction, predict
@@ -183,7 +183,9 @@ def check_link(options: Options, placement: Placement) -> None:
 
 
 def _check_windows(sizing: Sizing) -> None:
-    """Raise UsageError for options that a model without a growing cache does not support."""
+    """Raise UsageError for options that a model without a growing cache, or with an indexer, does not support."""
+    if (indexer := sizing.target.indexer) is not None and sizing.options.budget is not None:
+        raise UsageError(f"budget is {sizing.options.budget}: {chooses(indexer)}; leave out --budget")
     if sizing.num_growing:
         return
     if sizing.options.budget is not None:

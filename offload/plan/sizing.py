@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from offload.config.mixers import Attention
+from offload.config.mixers import Attention, Indexer
 from offload.config.model import ModelConfig
 from offload.formats.encodings import ENCODINGS
 from offload.formats.layout import CODE_BITS, KV_CODE_GROUP, Packing, code_bytes, home_bytes, kv_code_bytes
@@ -33,13 +33,20 @@ KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 _EXPERTS_READ = 0.6  # of the host's read rate, over experts that the CPU runs for a GPU (docs/log.md)
+BLOCK_SLOTS = 1 << 13  # of a layer at most: 96 to 99 % of the chosen blocks are in as many (docs/memory.md)
+BLOCK_SHARE = 16  # of a device's memory one part in so many for them
+CHOOSING_ROWS = 64  # rows that choose, and attend to what they chose, at a time
+_SPAN = 128  # tokens that the CPU's kernels attend to at a time, of which slots have whole numbers
+KEYS_GROWTH = 256  # keys of blocks of a layer, for which room is made at a time
+_NGRAM_SHARE = 0.8  # of host memory, up to which a model with its tables of n-grams is read whole
+NGRAM_ROWS = 1 << 20  # of a table of n-grams in its file, kept in host memory: those of code and talks repeat
 WINDOW_UNDO = 1024  # tokens by which a sequence with windows can always be truncated
 # Purposes that each sequence has of its own; models, staging of weights and workspaces are shared.
 OF_EACH_SEQUENCE = frozenset(
     (
         *("rope tables", "quantised cache", "selection", "fetched chunks", "draft cache", "attention scratch"),
         *("kv staging", "arena", "kv cache", "window cache", "raw pages", "gathered chunks"),
-        *("states", "state checkpoints", "hidden rows of drafts"),
+        *("states", "state checkpoints", "hidden rows of drafts", "block index", "block cache"),
     )
 )
 
@@ -55,6 +62,16 @@ def run_tiles(attention: Attention) -> int:
     queries of a KV head, BLOCK_ROWS at a time: where a row has few of them, only many tiles keep the GPU busy."""
     blocks = attention.num_kv_heads * -(-attention.num_heads // (attention.num_kv_heads * BLOCK_ROWS))
     return -(-RUN_BLOCKS // blocks)
+
+
+def block_keys(indexer: Indexer, num_tokens: int) -> int:
+    """The blocks' keys of a layer that there is room for with `num_tokens` tokens."""
+    return -(-(num_tokens // indexer.ratio) // KEYS_GROWTH) * KEYS_GROWTH
+
+
+def raw_keys(indexer: Indexer) -> int:
+    """Tokens whose raw index keys are kept: of a pass that may be rejected, of the one before, and of a block."""
+    return 2 * MAX_ROWS + indexer.ratio
 
 
 def low_bit_tail(drafted: int) -> int:
@@ -159,7 +176,10 @@ class Sizing:
         return self.hardware.is_cpu or (self.itemsize == 2 and self.hardware.fast_bf16 and serves)
 
     def num_tiles(self, capacity: int) -> int:
-        """The number of tiles of each layer: as few as possible, for few calls."""
+        """The number of tiles of each layer: as few as possible, for few calls; one where a GPU attends to blocks that
+        an index chooses, in one launch."""
+        if self.target.indexer is not None and not self.hardware.is_cpu:
+            return 1
         return -(-capacity // MAX_TILE_TOKENS)
 
     def tile_tokens(self, capacity: int) -> int:
@@ -221,6 +241,50 @@ class Sizing:
     def read_kv_bytes(self) -> int:
         """Bytes that a row reads for each token that it attends to in the layers that read them, on each device."""
         return self.shard.read_kv_bytes(self.itemsize)
+
+    def attended(self, capacity: int) -> int:
+        """Tokens of `capacity` that a row of a growing layer attends to at most."""
+        indexer = self.target.indexer
+        return capacity if indexer is None else min(indexer.most_tokens, capacity)
+
+    def index_keys_bytes(self, num_tokens: int) -> int:
+        """Bytes of the keys by which a row chooses among `num_tokens` tokens, in all layers; 0 without an indexer."""
+        if (indexer := self.target.indexer) is None:
+            return 0
+        return self.num_growing * (num_tokens // indexer.ratio) * indexer.head_dim * self.itemsize
+
+    def block_index_bytes(self, capacity: int) -> int:
+        """Bytes of a sequence's block index on each device."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        numbers = block_keys(indexer, capacity + MAX_ROWS) + raw_keys(indexer)
+        return self.num_growing * numbers * indexer.head_dim * self.itemsize
+
+    def block_slots(self, capacity: int, room: int) -> int:
+        """Slots of each layer for blocks of keys and values that are on the host, with about `room` bytes: at least so
+        many as a row chooses, with those that new rows begin and end."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        least, every = indexer.most_blocks + 3, -(-(capacity + MAX_ROWS) // indexer.ratio)
+        found = min(max(min(room // self.block_cache_bytes(1), BLOCK_SLOTS), least), every)
+        step = max(_SPAN // indexer.ratio, 1)
+        return -(-found // step) * step
+
+    def block_cache_bytes(self, slots: int) -> int:
+        """Bytes of so many slots of each layer, on each device."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        return self.num_growing * slots * indexer.ratio * self._layer_kv_bytes
+
+    @property
+    def new_rows_bytes(self) -> int:
+        """Bytes of the rows of a pass before they are in their slots, on each device."""
+        return CHOOSING_ROWS * self._layer_kv_bytes
+
+    def gathered_bytes(self, slots: int) -> int:
+        """Bytes of blocks of a layer that are gathered on the host before they cross the link, for each device: a GPU
+        reads them there."""
+        return min(FETCH_BYTES, self.block_cache_bytes(slots) // self.num_growing) if self.hardware.is_cpu else 0
 
     def host_cache_bytes(self, capacity: int, resident: int, bits: int) -> dict[str, int]:
         """Bytes of the cache on the host, for each device, by purpose. resident: tiles of all layers on the device.
@@ -357,6 +421,36 @@ class Sizing:
         return self.target.table.nbytes(self.itemsize)
 
     @cached_property
+    def ngram_tables_bytes(self) -> int:
+        """Bytes of the tables of n-grams, for each device; 0 without any."""
+        return sum(table.nbytes(self.itemsize) for table in self.target.ngram_tables())
+
+    @cached_property
+    def reads_ngrams(self) -> bool:
+        """Whether rows of tables of n-grams are read from the file as they are chosen: where the model leaves no room
+        for all of them."""
+        whole = self.target.weight_bytes(self.itemsize) + self.ngram_tables_bytes
+        return self.ngram_tables_bytes > 0 and whole > _NGRAM_SHARE * self.host_room
+
+    @cached_property
+    def host_room(self) -> int:
+        """Bytes that may be used on all hosts; on a CPU those of the device among them."""
+        cap, hardware = self.options.host_memory, self.hardware
+        free = hardware.host_free_bytes
+        return (free if cap is None else min(free, int(cap * 1e9))) * hardware.num_hosts
+
+    @cached_property
+    def ngram_rows(self) -> int:
+        """Rows of each table of n-grams that are kept in host memory where the others are in its file."""
+        return min((NGRAM_ROWS, *(table.outputs for table in self.target.ngram_tables())))
+
+    @property
+    def ngram_rows_bytes(self) -> int:
+        """Bytes of these rows, for each device."""
+        held = (replace(table, outputs=self.ngram_rows) for table in self.target.ngram_tables())
+        return sum(table.nbytes(self.itemsize) for table in held)
+
+    @cached_property
     def maps_table(self) -> bool:
         """Whether the embedding's rows are read from the mapped file, so that its table takes no memory: on a CPU, of
         a GGUF file's blocks, where the head is not the same table."""
@@ -425,7 +519,7 @@ class Sizing:
 
     def hidden_bytes(self, num_rows: int) -> int:
         """Bytes of `num_rows` hidden rows, whole on each device, or on the host for each device."""
-        return num_rows * self.target.hidden_size * self.itemsize
+        return num_rows * self.target.row_size * self.itemsize
 
     def arena_bytes(self, capacity: int, composition: Composition, *, rows: int, prefill_tiles: int) -> int:
         """Bytes of the arena, which holds `rows` hidden rows and `prefill_tiles` tiles of a layer in a prefill, and

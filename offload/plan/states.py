@@ -18,12 +18,12 @@ def held_rows(composition: Composition, rows: int) -> int:
 
 def level_bytes(config: ModelConfig, num_rows: int, itemsize: int) -> int:
     """Device bytes of the states of one level, with so many inputs."""
-    return config.state_bytes() + _inputs(config, num_rows, itemsize)
+    return config.state_bytes() + _inputs(config, num_rows, itemsize) + _of_ngrams(config, num_rows, itemsize)
 
 
 def checkpoint_bytes(config: ModelConfig, itemsize: int) -> int:
     """Host bytes of one checkpoint."""
-    return config.state_bytes() + _inputs(config, 0, itemsize)
+    return config.state_bytes() + _inputs(config, 0, itemsize) + _of_ngrams(config, 0, itemsize)
 
 
 def num_checkpoints(config: ModelConfig, itemsize: int, num_sequences: int) -> int:
@@ -42,3 +42,9 @@ def _inputs(config: ModelConfig, num_rows: int, itemsize: int) -> int:
         if recurrence is None
         else len(config.stateful) * (recurrence.width - 1 + num_rows) * recurrence.kept * itemsize
     )
+
+
+def _of_ngrams(config: ModelConfig, num_rows: int, itemsize: int) -> int:
+    """Bytes of the rows that the convolutions of n-grams read, as `_inputs`."""
+    every = (config.ngrams(layer).convolution for layer in config.with_ngrams)
+    return sum((own.width - 1 + num_rows) * own.kept * itemsize for own in every)

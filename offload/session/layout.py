@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from offload.formats.layout import Packing
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_SAFETENSORS_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8}
+_SAFETENSORS_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "int64": "I64"}
 _ALIGNMENT = 8  # bytes; of the data in a safetensors file
 _HALVES = ("keys", "values")
 # The packing of files, independent of the cache's: other numbers need another format of the manifest.

@@ -22,7 +22,7 @@ from offload.session.names import damaged
 
 PIECE_BYTES = 1 << 20  # read or written and hashed at a time
 OTHER_CHECKSUM = "its checksum differs from the manifest's: it was changed"
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "int64"}
 
 
 def format_of(kept: Kept, part: Part, unit: Unit = ()) -> Format:

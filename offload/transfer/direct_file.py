@@ -76,8 +76,8 @@ class DirectFile:
         if (found := FileState.of(self._fd)) != self._state:
             raise ModelError(
                 f"{self.path} is no longer the file that was opened: it had {self._state.num_bytes} bytes, and has "
-                f"{found.num_bytes} or was written anew; experts are read from it as they are wanted, so leave it as "
-                "it is, and start again"
+                f"{found.num_bytes} or was written anew; parts of it are read as they are wanted, so leave it as it "
+                "is, and start again"
             )
 
     def close(self) -> None:

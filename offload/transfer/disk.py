@@ -1,4 +1,4 @@
-"""Threads that read parts of files while others compute, as experts are wanted."""
+"""Threads that read parts of files while others compute, as experts or rows of tables are wanted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -40,6 +40,13 @@ class Reader:
             begin = start + first * row_bytes
             at = self._disk.paced(file, begin, begin + some * row_bytes, self._buffer)
             yield first, self._bytes[at : at + some * row_bytes].view(some, row_bytes)
+
+    def scattered(self, file: DirectFile, starts: Iterable[int], row_bytes: int, places: Iterable[memoryview]) -> None:
+        """Read rows that begin at the bytes `starts` to their places, `row_bytes` bytes each."""
+        self._grow(row_bytes)
+        for start, place in zip(starts, places, strict=True):
+            at = self._disk.paced(file, start, start + row_bytes, self._buffer)
+            place[:] = self._buffer[at : at + row_bytes]
 
     def _grow(self, num_bytes: int) -> None:
         if len(self._buffer) < num_bytes + 2 * ALIGNMENT:
@@ -144,7 +151,7 @@ class Disk:
         self._count(in_flight=1)
         try:
             if self._closed:
-                raise ModelError("the model was closed before its experts were read")
+                raise ModelError("the model was closed before its files were read")
             with self._one if work.alone else nullcontext():
                 num_bytes = work.read(reader)
             self._count(reads=1, num_bytes=num_bytes)

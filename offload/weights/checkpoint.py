@@ -27,7 +27,7 @@ from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
 from offload.transfer.direct_file import FileState
 from offload.weights.entry import STORED_DTYPES, Entry
-from offload.weights.file_rows import FileRows, columns_of_blocks, rows_in_file
+from offload.weights.file_rows import FileRows, columns_of_blocks, rows_in_file, table_in_file
 from offload.weights.gguf_file import MappedFile, open_model
 from offload.weights.linear import numbers
 from offload.weights.quantised_folder import gathered
@@ -120,10 +120,7 @@ class Checkpoint:
         hold its mapping open, also after `close`. ModelError if they are made as they are read."""
         entry = self._entry(name)
         if entry.unpack or entry.rows or entry.is_gathered:
-            raise ModelError(
-                f"{entry.path}: {name} is stored in a format of which no rows can be read alone; fetch the model in "
-                "another quantisation"
-            )
+            raise self._in_one_piece(name)
         return self._mapped(name)
 
     def rows_in_file(self, name: str, rows: range, columns: range | None = None) -> FileRows | None:
@@ -131,6 +128,14 @@ class Checkpoint:
         `read_into` and `read_stored` can give them. ModelError for columns that split a block."""
         self._check_blocks(name, columns)
         return rows_in_file(self._entry(name), self.shape(name)[0], rows, columns)
+
+    def table_in_file(self, name: str) -> FileRows:
+        """The place of the rows of a table, of which single ones are read. ModelError where none can be."""
+        entry = self._entry(name)
+        self.dtype(name)
+        if (found := table_in_file(entry, self.shape(name)[0])) is None:
+            raise self._in_one_piece(name)
+        return found
 
     def states(self) -> dict[Path, FileState]:
         """The files, each as it was opened."""
@@ -148,6 +153,12 @@ class Checkpoint:
         if found.dtype.is_floating_point or found.dim() != 1:
             raise ModelError(f"{entry.path}: {name} is {entry.dtype} {list(entry.shape)}, not a list of whole numbers")
         return found.long()
+
+    def _in_one_piece(self, name: str) -> ModelError:
+        return ModelError(
+            f"{self._entry(name).path}: {name} is stored in a format of which no rows can be read alone; fetch the "
+            "model in another quantisation"
+        )
 
     def _copied(self, name: str) -> None:
         entry = self._entry(name)

@@ -72,7 +72,7 @@ class LayerExperts:
         """Read a part whose rows are `rows` into `buffer`, as `read` does."""
         target = self._target(part, buffer)
         for first, some in reader.rows(file, rows.start, rows.count, rows.row_bytes):
-            made = rows.made(some)
+            made = rows.made(some, torch.arange(first, first + len(some)))
             _copy(target[first : first + len(made)], made)
 
     def check(self, number: int, buffer: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,22 +14,23 @@ from torch import Tensor
 
 from offload.formats.encodings import ENCODINGS
 from offload.transfer.direct_file import FileState
-from offload.weights.entry import STORED_DTYPES, Entry
+from offload.weights.entry import STORED_DTYPES, Entry, Made
 from offload.weights.gguf_file import MappedFile
 
 
 @dataclass(frozen=True)
 class FileRows:
     """Rows that follow each other in the file `path`: `count` rows of `row_bytes` bytes from byte `start` on. state:
-    of the file as it was opened. made: of some of these rows, uint8 [n, row_bytes], what the checkpoint's readers
-    copy: numbers, or blocks of a matrix, [n, columns], or a vector's numbers, [n]."""
+    of the file as it was opened. made: of some of these rows, uint8 [n, row_bytes], and their numbers from the first
+    one on, int64 [n], what the checkpoint's readers copy: numbers, or blocks of a matrix, [n, columns], or a vector's
+    numbers, [n]."""
 
     path: Path
     state: FileState
     start: int
     count: int
     row_bytes: int
-    made: Callable[[Tensor], Tensor]
+    made: Made
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +42,18 @@ def rows_in_file(entry: Entry, num_rows: int, rows: range, columns: range | None
     that are made of several tensors or in another order. columns: those that are wanted of each, in whole blocks."""
     if entry.rows is not None or entry.is_gathered or rows.step != 1:
         return None
+    return _placed(entry, num_rows, rows, partial(_made, entry, columns))
+
+
+def table_in_file(entry: Entry, num_rows: int) -> FileRows | None:
+    """The place of all rows of a table, of which single ones are read; also where they are codes with scales that are
+    elsewhere. None where no single row can be read."""
+    if entry.codes is None:
+        return rows_in_file(entry, num_rows, range(num_rows), None)
+    return _placed(entry.codes.entry, num_rows, range(num_rows), entry.codes.maker())
+
+
+def _placed(entry: Entry, num_rows: int, rows: range, made: Made) -> FileRows | None:
     if isinstance(entry.file, MappedFile):
         start, nbytes = entry.file.extent(entry.stored_name)
     elif isinstance(entry.file, safe_open):
@@ -48,7 +61,6 @@ def rows_in_file(entry: Entry, num_rows: int, rows: range, columns: range | None
     else:
         return None
     row_bytes = nbytes // num_rows
-    made = partial(_made, entry, columns)
     return FileRows(entry.path, entry.state, start + rows.start * row_bytes, len(rows), row_bytes, made)
 
 
@@ -62,7 +74,7 @@ def columns_of_blocks(blocks: Tensor, encoding: str, columns: range | None) -> T
     return torch.cat([some, blocks[:, blocks.shape[1] - kind.tail :]], 1) if kind.tail else some
 
 
-def _made(entry: Entry, columns: range | None, rows: Tensor) -> Tensor:
+def _made(entry: Entry, columns: range | None, rows: Tensor, numbers: Tensor) -> Tensor:
     if entry.unpack is None and entry.dtype in ENCODINGS:
         return columns_of_blocks(rows, entry.dtype, columns)
     if entry.unpack is not None:

@@ -15,22 +15,32 @@ from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
 from offload.config.norm import Norm
-from offload.config.vectors import layer_norms, layer_vectors
+from offload.config.vectors import INDEX_NORMS, NGRAM_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix
 from offload.kernels.experts import Router
+from offload.kernels.ngrams import NGramNorms
 from offload.kernels.norms import NormWeights, dtype_of
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import ScoringWeights
 from offload.weights.linear import Linear, Parts, Weight
 
-NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm")
+NORMS = (*BLOCK_NORMS, "q_norm", "k_norm", "v_norm", *INDEX_NORMS, *STREAM_NORMS)
+NGRAM_PARTS = dict(zip(NGRAM_NORMS, ("keys", "queries", "values"), strict=True))  # of `NGramNorms`
 VECTORS = ("taps", "taps_bias", "decay", "time_bias", "skip")  # of a layer with a state
 ROUTER = ("router", "router_bias", "router_scale")
 SINK_LOGITS = "sink_logits"
 ROTATED = ("q_norm", "k_norm")  # norms that multiply rotated queries and keys where `weighs_rotated`
 _FACTOR = "factor"
+
+
+@dataclass(frozen=True)
+class NGramWeights:
+    """The vectors of an n-gram embedding."""
+
+    norms: NGramNorms
+    convolution: RecurrenceWeights
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,9 @@ class LayerWeights:
     layer with a state. router: of a layer with experts. q_b, k_b, v_b: of latent attention, and
     gates_b, times_b: of a delta rule, see `matrices.mixer_shapes`. to_latent, from_latent: where experts read latents.
     input_gate, input_out: of a layer with an input. states_in, states_out: the projections of a recurrence beside
-    attention."""
+    attention. index_q_norm, index_k_norm: of an indexer. mixer_streams, network_streams and what follows them: of the
+    means of residual streams that mixer and network read, see `StreamWeights`. ngram_keys, ngram_values, ngrams: of an
+    n-gram embedding."""
 
     qkv: Linear
     o: Linear
@@ -72,6 +84,17 @@ class LayerWeights:
     input_gate: Linear | None = None
     input_out: Linear | None = None
     after_input: NormWeights | None = None
+    index_q_norm: NormWeights | None = None
+    index_k_norm: NormWeights | None = None
+    mixer_streams: NormWeights | None = None
+    mixer_low: Linear | None = None
+    mixer_up: Linear | None = None
+    network_streams: NormWeights | None = None
+    network_low: Linear | None = None
+    network_up: Linear | None = None
+    ngram_keys: Linear | None = None
+    ngram_values: Linear | None = None
+    ngrams: NGramWeights | None = None
 
     @property
     def operators(self) -> dict[str, Linear]:
@@ -86,6 +109,9 @@ class LayerWeights:
             norms.append(self.recurrence.norm)
             found += [getattr(self.recurrence, name) for name in VECTORS]
         found += [each for norm in norms if norm is not None for each in (norm.weight, norm.bias)]
+        if self.ngrams is not None:
+            norms += [getattr(self.ngrams.norms, part) for part in NGRAM_PARTS.values()]
+            found.append(self.ngrams.convolution.taps)
         if self.router is not None:
             found += [self.router.matrix, self.router.bias, self.router.scale]
         return [each for each in (*found, self.factor) if each is not None]
@@ -191,7 +217,11 @@ class LayerLayout:
         if (matrix := tensors.get("router")) is not None:
             bias, scale = tensors.get("router_bias"), tensors.get("router_scale")
             router = Router(matrix, bias, scale, of_norms["before_router"])
-        others = {"factor": tensors.get(_FACTOR), "recurrence": recurrence, "router": router}
+        ngrams = None
+        if (taps := tensors.get(NGRAM_TAPS)) is not None:
+            parts = {part: norms[name] for name, part in NGRAM_PARTS.items()}
+            ngrams = NGramWeights(NGramNorms(**parts), RecurrenceWeights(taps))
+        others = {"factor": tensors.get(_FACTOR), "recurrence": recurrence, "router": router, "ngrams": ngrams}
         return LayerWeights(**operators, **of_norms, **others)  # type: ignore[arg-type]
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.config.matrices import Matrix
 from offload.config.model import ModelConfig
+from offload.config.vectors import NGRAM_TAPS
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -33,8 +35,11 @@ from offload.weights.layout import ROTATED, LayerLayout, LayerWeights, scoring_w
 from offload.weights.linear import Linear
 from offload.weights.prefill_experts import PrefillExperts
 from offload.weights.streamed_experts import StreamedExperts
+from offload.weights.streams import StreamWeights
+from offload.weights.tables import Shards, Table, TableFile, load_table
 from offload.weights.tensors import head_order, sources
 
+TABLES, ROWS = "n-gram tables", "n-gram rows"  # purposes
 _CHECKED_ROWS = 1 << 10  # of a layer table that are checked at once
 
 
@@ -43,7 +48,6 @@ def load_layer(
 ) -> None:
     """Read a shard of one layer of the model `whole` directly into `buffer`, which is zeroed."""
     block, own = whole.blocks[index], whole.layer(index)
-    order = head_order(block.attention) if block.attends else None
     pending = {name: sources(own, shard, f"{name}.weight") for name in own.layer_matrices()}
     factors = {name: list(each) for name, each in block.factors}
     for name, view in layout.views.items():
@@ -52,7 +56,7 @@ def load_layer(
         parts = pending[operator] if is_matrix else sources(own, shard, name)
         if name in layout.norms and parts and parts[0].columns is not None:  # one row per head
             target = target.unflatten(0, (-1, len(parts[0].columns)))
-        elif name == "taps":
+        elif name in ("taps", NGRAM_TAPS):
             target = target.T
         while parts and row < len(target):
             source = parts.pop(0)
@@ -62,7 +66,7 @@ def load_layer(
             read(whole.layer_name(index) + source.name, into, rows=source.rows, columns=source.columns)
             if is_matrix and operator in factors:
                 rows *= _factor(factors[operator].pop(0), name, layout)
-            if order is not None and source.rotates:
+            if source.rotates and (order := head_order(block.attention, source.head_dim)) is not None:
                 _order_heads(rows.flatten() if name in layout.norms else rows, order)
             row += source.height
         norm = layout.norms.get(name)
@@ -101,17 +105,26 @@ def _order_heads(rows: Tensor, order: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows. head: [V, hidden], the
+    """The weights of a model, or of a shard. final_norm: the norm of the last hidden rows, or the mean of their
+    streams. head: [V, hidden], the
     embedding's table itself if tied, None on a rank that computes no logits. scoring: of each layer that attends; ()
-    if none has any. experts: of each layer; () if no layer has any. inputs: of layers; None if they have none."""
+    if none has any. experts: of each layer; () if no layer has any. inputs: of layers; None if they have none.
+    ngrams: the tables of layers with n-grams."""
 
     embedding: Embedding
     layers: Layers
-    final_norm: NormWeights
+    final_norm: NormWeights | StreamWeights
     head: Linear | None
     scoring: tuple[ScoringWeights, ...] = ()
     experts: tuple[ExpertHomes | None, ...] = ()
     inputs: LayerInputWeights | None = None
+    ngrams: Mapping[int, Table] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> NormWeights:
+        """The norm of the last hidden rows of a model without streams."""
+        assert isinstance(self.final_norm, NormWeights)
+        return self.final_norm
 
     @property
     def streamed_experts(self) -> list[StreamedExperts]:
@@ -184,9 +197,48 @@ class _Loader:
         norm = NormWeights(own.norm, weight)
         return LayerInputWeights(own, table, Linear(projection, None), norm, self._memory.device, self._dtype)
 
-    def norm(self, name: str) -> NormWeights:
+    def last_mean(self) -> StreamWeights:
+        """The mean of the streams of the last hidden rows."""
+        assert self._config.streams is not None
+        down, up = (Linear(self.table(*each), None) for each in self._config.of_last_mean.items())
+        return StreamWeights(self._config.streams, self.norm(), down, up)
+
+    def last(self) -> NormWeights | StreamWeights:
+        """The norm of the last hidden rows, or the mean of their streams, which the head reads."""
+        return self.norm() if self._config.streams is None else self.last_mean()
+
+    def ngrams(self, tier: TableTier, num_rows: int, readers: Disk | None) -> dict[int, Table]:
+        """The tables of n-grams, by layer. ModelError where the checkpoint's own integers hash otherwise."""
+        found = dict[int, Table]()
+        for layer in self._config.with_ngrams:
+            self._check_hashes(layer)
+            names, own = self._config.ngram_parts(layer), self._config.ngrams(layer)
+            if tier == "file":
+                assert readers is not None
+                inside, device = Shards.of(self._checkpoint, names), self._memory.device
+                held = self._memory.allocate((num_rows, inside.row_bytes), torch.uint8, tier="host", purpose=ROWS)
+                found[layer] = TableFile(inside, readers, held, dtype=self._dtype, device=device)
+            else:
+                more: dict[str, Any] = {"tier": tier, "dtype": self._dtype, "purpose": TABLES}
+                found[layer] = load_table(self._checkpoint, names, Matrix(*own.table), self._memory, **more)
+                self._on_bytes(Matrix(*own.table).nbytes(self._dtype.itemsize))
+        return found
+
+    def _check_hashes(self, layer: int) -> None:
+        """Raises ModelError for other integers that hash n-grams than those that follow from the fields."""
+        names = self._config.names.ngrams.hashes
+        for name, wanted in zip(names, self._config.ngrams(layer).hashes, strict=True):
+            whole = self._config.layer_name(layer) + name
+            if whole in self._checkpoint.names() and self._checkpoint.integers(whole).tolist() != [*wanted]:
+                raise ModelError(
+                    f"{self._checkpoint.folder}: {whole} has other integers than follow from seed and sizes in "
+                    "config.json; fetch both files of one version"
+                )
+
+    def norm(self) -> NormWeights:
         """The norm of the last hidden rows."""
-        norm, row = self._config.norm, (self._config.hidden_size,)
+        norm, (name, size) = self._config.norm, self._config.last_norm
+        row = (size,)
         kind = dtype_of(norm, self._dtype)
         weight = self.tensor(f"{name}.weight", row, kind=kind)
         if norm.plus_one:
@@ -266,6 +318,9 @@ def load_weights(
     prefill_bytes: int = 0,
     disk: Disk | None = None,
     table: TableTier = "device",
+    ngram_table: TableTier = "host",
+    ngram_rows: int = 0,
+    readers: Disk | None = None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     shard: Shard = ALONE,
 ) -> Weights:
@@ -276,8 +331,9 @@ def load_weights(
     disk, only `expert_places` of each layer are in memory; it reads the others from the checkpoint's files as they are
     wanted.
     staged_experts, prefill_bytes: see `Placement`.
-    The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. The ledger lists
-    them under `name`. Only rank 0 has the head.
+    The embedding's table is where `table` says; in the file, it is read by rows and takes no memory. Tables of n-grams
+    are where `ngram_table` says; in the file, `readers` reads rows as they are chosen, and `ngram_rows` of each are
+    kept. The ledger lists them under `name`. Only rank 0 has the head.
 
     `on_bytes` is called with each layer's bytes as it is loaded. Peak memory: the placed weights, one tensor's mapping,
     a copy of a layer's queries and keys if heads are reordered, and with fewer than 16 bits two layers of each layout
@@ -314,5 +370,6 @@ def load_weights(
     head = None
     if shard.rank == 0:
         head = Linear(rows if config.tie_embeddings else loader.table(names.head, config.head), None)
+    ngrams = loader.ngrams(ngram_table, ngram_rows, readers)
     embedding, scoring = Embedding(rows, memory.device, dtype), tuple(loader.scoring)
-    return Weights(embedding, layers, loader.norm(names.norm), head, scoring, experts, loader.inputs())
+    return Weights(embedding, layers, loader.last(), head, scoring, experts, loader.inputs(), ngrams)

@@ -20,6 +20,7 @@ from offload.weights.experts import load_experts
 from offload.weights.layout import LayerLayout, LayerWeights
 from offload.weights.linear import Linear
 from offload.weights.loader import load_layer
+from offload.weights.streams import StreamWeights
 
 PURPOSE = "draft layers"
 
@@ -27,7 +28,8 @@ PURPOSE = "draft layers"
 @dataclass(frozen=True)
 class NextTokenWeights:
     """The weights of a next-token head. experts: of its layer, see `Weights`. join: [hidden, 2 * hidden], of an
-    embedding and a hidden row, which have norms of their own before it. norm: of the output."""
+    embedding and a hidden row, or each stream of one, which have norms of their own before it. norm: of the output, or
+    the mean of its streams."""
 
     layer: LayerWeights
     nbytes: int
@@ -35,7 +37,7 @@ class NextTokenWeights:
     join: Linear
     embedding_norm: NormWeights
     hidden_norm: NormWeights
-    norm: NormWeights
+    norm: NormWeights | StreamWeights
 
 
 def load_next_token(
@@ -56,15 +58,31 @@ def load_next_token(
     check_head(checkpoint, config)
     names = config.names.next_token
 
-    def place(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        block = memory.allocate(shape, kind, tier="device", purpose=PURPOSE)
-        checkpoint.read_into(name, block)
-        on_bytes(block.nbytes)
-        return block
+    def block(shape: tuple[int, ...], kind: torch.dtype = dtype) -> Tensor:
+        return memory.allocate(shape, kind, tier="device", purpose=PURPOSE)
 
-    def norm(name: str) -> NormWeights:
-        weight = place(f"{name}.weight", (config.hidden_size,), dtype_of(config.norm, dtype))
+    def read(name: str, into: Tensor) -> Tensor:
+        checkpoint.read_into(f"{name}.weight", into)
+        on_bytes(into.nbytes)
+        return into
+
+    def norm(name: str, size: int) -> NormWeights:
+        weight = read(name, block((size,), dtype_of(config.norm, dtype)))
         return NormWeights(config.norm, weight.add_(1) if config.norm.plus_one else weight)
+
+    def joined() -> Linear:
+        matrix = block((join.outputs, join.inputs))
+        for name, columns in zip(names.joins, matrix.chunk(len(names.joins), 1), strict=True):
+            read(name, columns)
+        return Linear(matrix, None)
+
+    def last() -> NormWeights | StreamWeights:
+        own = norm(*config.last_norm)
+        if config.streams is None:
+            return own
+        of_mean = ((name.removesuffix(".weight"), each) for name, each in config.of_last_mean.items())
+        down, up = (Linear(read(name, block((each.outputs, each.inputs))), None) for name, each in of_mean)
+        return StreamWeights(config.streams, own, down, up)
 
     layout, join = LayerLayout.of(config, dtype), join_of(config)
     buffer = memory.allocate((layout.num_bytes,), torch.uint8, tier="device", purpose=PURPOSE)
@@ -86,6 +104,8 @@ def load_next_token(
         layout.bind(buffer),
         layout.num_bytes,
         experts,
-        Linear(place(f"{names.join}.weight", (join.outputs, join.inputs), dtype), None),
-        *map(norm, names.norms),
+        joined(),
+        norm(names.embedding_norm, config.hidden_size),
+        norm(names.hidden_norm, config.row_size),
+        last(),
     )

@@ -31,7 +31,7 @@ from offload.config.quantisation import scheme_of
 from offload.config.schemes import Scheme
 from offload.errors import ModelError
 from offload.weights import mxfp4
-from offload.weights.entry import Entry
+from offload.weights.entry import Entry, Made, RowCodes
 from offload.weights.mxfp4 import NO_NUMBER
 from offload.weights.tensors import expected_tensors
 from offload.weights.unpacking import TENSOR_DIVISOR, Packed
@@ -114,8 +114,11 @@ class _Reader:
         made = cls(module, scheme, matrix.outputs, matrix.inputs, kind, parts)
         made._check(folder)
         main = parts[_PARTS[scheme.packing][0]]
-        shape, rows = (matrix.outputs, matrix.inputs), made.rows if scheme.is_float else None
-        return replace(main, file=made, shape=shape, dtype=kind or scheme.numbers, rows=rows, is_gathered=True)
+        shape, rows, codes = (matrix.outputs, matrix.inputs), None, None
+        if scheme.is_float:
+            rows, codes = made.rows, RowCodes(main, made.maker)
+        dtype = kind or scheme.numbers
+        return replace(main, file=made, shape=shape, dtype=dtype, rows=rows, is_gathered=True, codes=codes)
 
     def get_tensor(self, name: str) -> Tensor:
         """The matrix: uint8 [outputs, bytes], or [outputs, inputs] in its scheme's dtype. Memory: the result and a few
@@ -128,14 +131,23 @@ class _Reader:
 
     def rows(self, rows: range) -> Tensor:
         """Some rows of floats, as of the whole matrix. A layer with a gate for each head reads its queries so."""
-        parts, main, chosen = self._parts, _PARTS[self.scheme.packing][0], slice(rows.start, rows.stop, rows.step)
+        codes = self._parts[_PARTS[self.scheme.packing][0]][rows.start : rows.stop : rows.step]
+        return self.maker()(codes, torch.arange(rows.start, rows.stop, rows.step))
+
+    def maker(self) -> Made:
+        """See `RowCodes`; of floats."""
+        main, parts = _PARTS[self.scheme.packing][0], self._parts
         scales, scheme = self._scales(parts), self.scheme
+        stored = parts.pop(main).dtype
         if len(scales) > 1:
-            of_rows = torch.arange(rows.start, rows.stop, rows.step) // self.scheme.outputs
-            scales = scales[chosen] if self.scheme.outputs == 1 else scales[of_rows]
             scheme = replace(scheme, outputs=1)
-        packed = Packed(scheme, len(rows), self.inputs, parts | {main: parts[main][chosen]}, scales)
-        return packed.blocks(self.kind) if self.kind else packed.numbers()
+
+        def made(codes: Tensor, numbers: Tensor) -> Tensor:
+            own = scales[numbers // self.scheme.outputs] if len(scales) > 1 else scales
+            packed = Packed(scheme, len(numbers), self.inputs, parts | {main: codes.view(stored)}, own)
+            return packed.blocks(self.kind) if self.kind else packed.numbers()
+
+        return made
 
     @property
     def _parts(self) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ from offload.config.matrices import (
     BY_HEAD,
     LOW_RANK,
     OF_INPUT,
+    OF_NGRAMS,
+    STREAMS,
     expert_matrices,
     expert_vectors,
     layer_parts,
@@ -23,7 +25,7 @@ from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
 from offload.config.rope import PROPORTIONAL, Rope
-from offload.config.vectors import layer_norms
+from offload.config.vectors import INDEX_NORMS, NGRAM_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 
@@ -32,12 +34,14 @@ from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 class Source:
     """A source of a view: rows, and for a matrix columns, of a checkpoint's tensor. name: within its layer. rows: a
     step above 1 leaves out rows between them. columns: without a step; None for a vector. rotates: these are whole
-    heads, or parts of heads, whose elements `head_order` orders. transposed: columns are rows of the view."""
+    heads, or parts of heads, whose elements `head_order` orders; head_dim: of them, if not the attention's. transposed:
+    columns are rows of the view."""
 
     name: str
     rows: range
     columns: range | None = None
     rotates: bool = False
+    head_dim: int = 0
     transposed: bool = False
 
     @property
@@ -70,6 +74,10 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [Source(f"{names.recurrence.out}.weight", hidden, _of_states(whole, shard))]
     if operator in (*AROUND_EXPERTS, *OF_INPUT):
         return [_on_every_rank(whole, operator)]
+    if operator in STREAMS:
+        return _of_streams(whole, operator)
+    if operator in (*OF_NGRAMS, NGRAM_TAPS, *NGRAM_NORMS):
+        return [_of_ngrams(whole, operator)]
     if operator in ("q_b", *BY_HEAD):
         return _of_latent(whole, shard, operator)
     if operator in LOW_RANK:
@@ -89,6 +97,12 @@ def sources(whole: ModelConfig, shard: Shard, view: str) -> list[Source]:
         return [Source(f"{names.recurrence.norm}.weight", _out_normed(whole, shard))]
     if operator == "before_router":
         return [Source(names.experts.norm + (kind and f".{kind}"), hidden)]
+    if operator in STREAM_NORMS:
+        return [Source(f"{_prefix(whole, operator)}{names.streams.norm}.weight", range(norms[operator][0]))]
+    if operator in INDEX_NORMS:
+        name = getattr(names.index, operator.removeprefix("index_"))
+        size = norms[operator][0]
+        return [Source(f"{name}.weight", range(size), rotates=True, head_dim=size)]
     name = f"{getattr(names, operator)}.{kind or 'weight'}"
     if operator in BLOCK_NORMS or whole.block.attention.latent is not None:
         return [Source(name, range(norms[operator][0]))]
@@ -103,6 +117,33 @@ def _on_every_rank(whole: ModelConfig, operator: str) -> Source:
     block, names = whole.block, whole.names.experts if operator in AROUND_EXPERTS else whole.names
     (part,) = layer_parts(block, whole.hidden_size)[operator]
     return Source(f"{getattr(names, operator)}.weight", range(part.outputs), range(part.inputs))
+
+
+def _of_streams(whole: ModelConfig, operator: str) -> list[Source]:
+    """The sources of a matrix of the mean of streams before a part, which each rank has whole."""
+    streams, names, prefix = whole.block.streams, whole.names.streams, _prefix(whole, operator)
+    assert streams is not None
+    width = range(streams.count * whole.hidden_size)
+    if operator.endswith("_up"):
+        return [Source(f"{prefix}{names.up}.weight", width, range(streams.rank))]
+    of_low = zip((names.down, names.inject), streams.low_parts, strict=True)
+    return [Source(f"{prefix}{name}.weight", range(size), width) for name, size in of_low]
+
+
+def _of_ngrams(whole: ModelConfig, view: str) -> Source:
+    """The source of a tensor of an n-gram embedding, which each rank has whole; of its taps each row is a channel's."""
+    own, name = whole.block.ngrams, f"{getattr(whole.names.ngrams, view.removeprefix('ngram_'))}.weight"
+    assert own is not None
+    if view in OF_NGRAMS:
+        outputs, inputs, _ = own.products[view]
+        return Source(name, range(outputs), range(inputs))
+    return Source(name, range(own.channels), range(own.taps) if view == NGRAM_TAPS else None)
+
+
+def _prefix(whole: ModelConfig, operator: str) -> str:
+    """The prefix of the names of a mean of streams."""
+    names = whole.names.streams
+    return names.mixer if operator.startswith("mixer") else names.network
 
 
 def _of_router(whole: ModelConfig, vector: str) -> list[Source]:
@@ -173,6 +214,7 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         keys, values = (f"{names.attention}{letter}_proj" for letter in "kv")
         yield from (Source(keys, _times(kv_heads, dim), rotates=True), Source(values, _times(kv_heads, dim)))
         yield from (Source(gate, rows[dim:]) for rows in both)
+        yield from _index(whole)
         return
     first = 0
     for letter, size, own in (
@@ -184,6 +226,16 @@ def _qkv(whole: ModelConfig, shard: Shard) -> Iterator[Source]:
         first += size
     if attention.gate:
         yield Source(gate, heads if attention.gates_heads else _times(heads, dim))
+    yield from _index(whole)
+
+
+def _index(whole: ModelConfig) -> Iterator[Source]:
+    """The rows of an indexer's queries and key, if there is one: each rank has all of them."""
+    if (indexer := whole.block.attention.indexer) is not None:
+        names, size, key = whole.names.index, indexer.q_size, range(indexer.head_dim)
+        yield Source(names.queries, range(size), rotates=True, head_dim=len(key))
+        own = _after(size, key) if names.key == names.queries else key
+        yield Source(names.key, own, rotates=True, head_dim=len(key))
 
 
 def _latent_rows(whole: ModelConfig, latent: Latent, heads: range) -> Iterator[Source]:
@@ -320,12 +372,17 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {}
     for index, block in enumerate(config.blocks):
         tensors |= {config.layer_name(index) + name: shape for name, shape in layers[block].items()}
+    last, size = config.last_norm
+    tensors |= {f"{last}.weight": (size,)}
+    tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_last_mean.items()}
+    for layer in config.with_ngrams:
+        tensors |= dict(zip(config.ngram_parts(layer), config.ngrams(layer).part_shapes, strict=True))
     if config.is_head:
         own, join = names.next_token, join_of(config)
-        norms = {f"{norm}.weight": row for norm in own.norms}
-        return tensors | norms | {f"{own.join}.weight": (join.outputs, join.inputs)}
-    tensors |= {names.embeddings: table, f"{names.norm}.weight": row}
-    tensors |= {f"{names.norm}.bias": row} if config.norm.bias else {}
+        tensors |= {f"{own.embedding_norm}.weight": row, f"{own.hidden_norm}.weight": (config.row_size,)}
+        return tensors | {f"{name}.weight": (join.outputs, join.inputs // len(own.joins)) for name in own.joins}
+    tensors |= {names.embeddings: table}
+    tensors |= {f"{last}.bias": row} if config.norm.bias else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in config.of_layer_table.items()}
     beside = config.assistant.matrices(config.hidden_size) if config.assistant else {}
     tensors |= {name: (each.outputs, each.inputs) for name, each in beside.items()}
@@ -352,14 +409,15 @@ def _of_experts(config: ModelConfig) -> Iterator[Source]:
             yield from expert_sources(config, ALONE, number, view)
 
 
-def head_order(attention: Attention) -> torch.Tensor | None:
+def head_order(attention: Attention, size: int = 0) -> torch.Tensor | None:
     """The order of a query or key head's elements in this program, int64 [D]: i and i + D/2 are rotated together, and
     elements without positions come last in both halves. None: as in the checkpoint. Of latent attention: of the numbers
-    with positions by themselves.
+    with positions by themselves. size: of other heads that rotate alike, such as an indexer's; 0: of the attention's.
 
     The order does not change the terms of a product of a query with a key.
     """
-    rope, dim = attention.rope or Rope(), attention.latent.rotated if attention.latent else attention.head_dim
+    rope = attention.rope or Rope()
+    dim = size or (attention.latent.rotated if attention.latent else attention.head_dim)
     rotated = rope.rotated or dim
     if (rotated == dim or rope.kind == PROPORTIONAL) and not rope.neighbours:
         return None

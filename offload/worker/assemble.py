@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,11 +17,14 @@ from offload.kernels.device import DeviceKernels
 from offload.kernels.prefill import OperatorTiles, PrefillAttention
 from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import Scoring, ScoringWeights, scorings
+from offload.kv.block_index import BlockIndex
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.full import FullCache
+from offload.kv.indexed import IndexedCache
 from offload.kv.last_hidden import LastHidden
 from offload.kv.layer_states import LayerStates
 from offload.kv.quantised import QuantisedCache
+from offload.kv.recent_ids import CONVOLVED, RecentIds
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import DraftStates, StateCache
@@ -48,12 +53,18 @@ def full_cache(
 ) -> FullCache:  # fmt: skip
     """The full cache of the plan's target, or of a shard of it. scoring: see `Weights`."""
     composition, placement = plan.composition, plan.placement
-    return FullCache(
+    shape, own = tile_shape(plan, config), list(scorings_of(plan, config, scoring))
+    own = _of_layers(config, config.readers(config.growing), own)
+    make: Callable[..., FullCache] = FullCache
+    if (indexer := config.indexer) is not None:
+        index = BlockIndex(memory, indexer, scorings=own, dtype=shape.dtype, page_tokens=shape.page_tokens)
+        make = partial(IndexedCache, index=index, block_slots=placement.block_slots)
+    return make(
         memory,
-        tile_shape(plan, config),
+        shape,
         num_layers=len(config.growing),
         reads=config.reads(config.growing),
-        scorings=_of_layers(config, config.readers(config.growing), scorings_of(plan, config, scoring)),
+        scorings=own,
         offload=None if link is None or "kv" not in placement.offload else _offload(plan, config, link),
         mass_chunk=composition.mass_chunk,
         run_tokens=run_tokens(plan, config),
@@ -94,6 +105,25 @@ def state_cache(plan: Plan, target: Decoder, memory: Memory) -> StateCache | Non
     return StateCache(states, kept, weights=weights, block=plan.placement.prefill_block)
 
 
+def ngram_caches(plan: Plan, target: Decoder, memory: Memory) -> tuple[StateCache, RecentIds] | None:
+    """The caches of a sequence for the target's n-grams: the rows that their convolutions read, and ids; None without
+    n-grams."""
+    config, kept = target.config, plan.placement.checkpoints
+    if not config.with_ngrams:
+        return None
+    own, dtype = config.ngrams(config.with_ngrams[0]), DTYPES[plan.request.dtype]
+
+    def weights() -> Iterator[RecurrenceWeights]:
+        return (layer.ngrams.convolution for layer in target.weights.layers if layer.ngrams is not None)
+
+    sizes: dict[str, Any] = {"num_layers": len(config.with_ngrams), "dtype": dtype}
+    rows, kernels = held_rows(plan.composition, plan.placement.rows), _attention_kernels(plan, config)
+    layers = LayerStates(memory, own.convolution, rows=rows, kernels=kernels, **sizes)
+    held = Checkpoints(memory, own.convolution, most=kept, **sizes)
+    cache = StateCache(layers, held, weights=weights, block=plan.placement.prefill_block, name=CONVOLVED)
+    return cache, RecentIds(own.context, own.eos, cache)
+
+
 def draft_states(plan: Plan, config: ModelConfig, memory: Memory, exact: StateCache) -> DraftStates:
     """The states of the level where the target drafts for itself."""
     return DraftStates(_layer_states(plan, config, memory), exact)
@@ -107,7 +137,7 @@ def last_hidden(plan: Plan, draft: Decoder | None, memory: Memory) -> LastHidden
     assistant = draft.config.assistant
     return LastHidden(
         memory,
-        hidden_size=assistant.target_size if assistant else draft.config.hidden_size,
+        hidden_size=assistant.target_size if assistant else draft.config.row_size,
         dtype=DTYPES[plan.request.dtype],
         sinks=0 if assistant else composition.sinks,
         window=1 if assistant else composition.window,
@@ -145,6 +175,7 @@ def _offload(plan: Plan, config: ModelConfig, link: Link) -> Offload:
         num_staging=placement.staging_tiles,
         packs=_packs(plan, config),
         raw_pages=placement.raw_pages,
+        by_blocks=config.indexer is not None,
     )
 
 

@@ -32,12 +32,14 @@ from offload.transfer.hidden_rows import StreamedRows
 from offload.transfer.link import Link, make_link
 from offload.transfer.memory import Memory
 from offload.weights.layout import LayerLayout
+from offload.weights.tables import NUM_READERS
 
 
 @dataclass(frozen=True)
 class LoadedModels:
     """The loaded models with the memory they are in, the link that streamed weights cross and the disk that experts are
     read from; they outlive a plan.
+    readers: the threads that read rows of tables of n-grams.
     decoders: by name, "target" and, if there is one, "draft". rows: a prefill's hidden rows on the host, where the
     cache streams. graphs: memory of the levels' graphs."""
 
@@ -45,6 +47,7 @@ class LoadedModels:
     memory: Memory
     link: Link | None
     disk: Disk | None = None
+    readers: Disk | None = None
     rows: StreamedRows | None = None
     graphs: GraphPool = field(default_factory=GraphPool)
     _quantised: dict[int, QuantisedWeights] = field(default_factory=dict)  # copies of the target's, by number of bits
@@ -69,15 +72,19 @@ class LoadedModels:
         sum_in_fp32(memory.device)
         link = make_link(memory.device, plan.placement.link_bytes_per_second) if plan.placement.offload else None
         disk = Disk() if plan.placement.expert_places else None
+        readers = Disk(num_threads=NUM_READERS) if plan.placement.ngram_rows else None
         try:
             memory.pin_ahead(_host_blocks(plan, *_models(folders, shard), memory))
             on_read, on_pinned = (_stage(name, on_progress) for name in ("load", "pin"))
-            decoders = load_decoders(folders, plan, memory, link, disk, on_read, shard=shard, sums=sums)
+            decoders = load_decoders(
+                folders, plan, memory, link, disk, on_read, readers=readers, shard=shard, sums=sums
+            )  # fmt: skip
             memory.wait_pinned(on_pinned)
-            return cls(decoders, memory, link, disk, streamed_rows(plan, decoders["target"].config, memory, link))
+            rows = streamed_rows(plan, decoders["target"].config, memory, link)
+            return cls(decoders, memory, link, disk, readers, rows)
         except BaseException:
             memory.close()
-            for each in (disk, link):
+            for each in (readers, disk, link):
                 if each is not None:
                     each.close()
             raise
@@ -113,7 +120,7 @@ class LoadedModels:
 
     def close(self) -> None:
         """End the threads of the link and the disk."""
-        for each in (self.disk, self.link):
+        for each in (self.readers, self.disk, self.link):
             if each is not None:
                 each.close()
 
@@ -144,7 +151,7 @@ def streamed_rows(plan: Plan, config: ModelConfig, memory: Memory, link: Link | 
         memory,
         link,
         num_rows=plan.request.capacity,
-        hidden_size=config.hidden_size,
+        hidden_size=config.row_size,
         dtype=DTYPES[plan.request.dtype],
         block=plan.placement.prefill_block,
         together=plan.placement.expert_rows,
@@ -173,10 +180,12 @@ def _host_blocks(plan: Plan, config: ModelConfig, draft: ModelConfig | None, mem
         blocks += filter(None, each)
     if placement.table == "host":
         blocks.append(config.vocab_size * config.hidden_size * itemsize)
+    if not placement.ngram_rows:
+        blocks += [table.nbytes(itemsize) for table in config.ngram_tables()]
     if placement.expert_slots and draft is not None and draft.is_head:
         blocks += filter(None, [placement.experts_held(draft, itemsize)])
     if "kv" in placement.offload:
-        blocks.append(plan.request.capacity * config.hidden_size * itemsize)
+        blocks.append(plan.request.capacity * config.row_size * itemsize)
         shape, num_tokens = tile_shape(plan, config), plan.request.capacity + MAX_ROWS
         tiles, packs = placement.resident_tiles, placement.link_bits < 16
         store = TileStore(memory, shape, len(config.growing), tiles, packs=packs, most_tokens=num_tokens)

@@ -12,6 +12,7 @@ from torch import Tensor
 from offload.errors import DoesNotFit
 from offload.kv import Cache
 from offload.kv.draft_rows import DraftRowsCache
+from offload.kv.indexed import IndexedCache
 from offload.kv.kept import Kept
 from offload.kv.last_hidden import DraftedHidden
 from offload.kv.mixed import MixedCache
@@ -39,6 +40,7 @@ from offload.worker.assemble import (
     draft_states,
     full_cache,
     last_hidden,
+    ngram_caches,
     quantised_cache,
     retrieval_cache,
     scorings_of,
@@ -230,7 +232,7 @@ class Worker:
         plan = self.plan
         arena = Arena(self.memory, plan.placement.device_bytes.get("arena", 0) // plan.request.num_sequences)
         self._caches.append(arena)
-        size, dtype = self.target.config.hidden_size, DTYPES[plan.request.dtype]
+        size, dtype = self.target.config.row_size, DTYPES[plan.request.dtype]
         block, together = plan.placement.prefill_block, plan.placement.expert_rows
         resident = ResidentRows(arena, size, dtype, block=block, together=together)
         self._hidden_rows: HiddenRows = self.models.rows or resident
@@ -239,8 +241,10 @@ class Worker:
         self._caches.append(self.full)
         self.windows = window_cache(plan, self.target.config, self.memory, scoring)
         self.states = state_cache(plan, self.target, self.memory)
+        self.ngrams = ngram_caches(plan, self.target, self.memory)
         self.hidden = last_hidden(plan, self.models.decoders.get("draft"), self.memory)
-        self._caches += [each for each in (self.windows, self.states, self.hidden) if each is not None]
+        convolved = self.ngrams[0] if self.ngrams else None
+        self._caches += [each for each in (self.windows, self.states, convolved, self.hidden) if each is not None]
         self.kept = self._bundle(self._parts())
         self._target_cache = self._mixed(self.full, drafts=False)
         self.levels["target"] = self._level("target", self.target, self._target_cache, self.block)
@@ -270,7 +274,9 @@ class Worker:
 
     def _parts(self) -> list[Part]:
         """The parts of what a sequence keeps, rows first: what sessions, the prefix store and copies hold of it."""
-        return [part for part in (self.full, self.windows, self.states, self.hidden) if part is not None]
+        index = self.full.index if isinstance(self.full, IndexedCache) else None
+        every = (self.full, index, self.windows, self.states, *(self.ngrams or ()), self.hidden)
+        return [part for part in every if part is not None]
 
     def _bundle(self, parts: Sequence[Part]) -> Kept:
         return Kept(*parts)
@@ -290,7 +296,9 @@ class Worker:
         if drafts and self.states is not None:
             states = draft_states(self.plan, self.target.config, self.memory, self.states)
             self._caches.append(states)
-        return MixedCache(self.target.config, growing, self.windows, states, drafts=drafts)
+        convolved, ids = self.ngrams or (None, None)
+        kept: dict[str, Any] = {"convolved": convolved, "ids": ids}
+        return MixedCache(self.target.config, growing, self.windows, states, drafts=drafts, **kept)
 
     def _own_target(self) -> Decoder:
         """The decoder with which the target is its own draft."""

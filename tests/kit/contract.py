@@ -178,6 +178,11 @@ FILES: dict[str, dict[str, object]] = {
         **WIDE, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
         "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512,
     },
+    "qwen4_exp, n-grams": {
+        **WIDE, **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512, "hc_lowrank": 64,
+        "indexer_head_dim": 64, "indexer_budget": 16, "ple_embed_dim": 256,
+    },
     "glm4_moe": {**WIDE, **EXPERTS},
     "nemotron_h": {
         **WIDE, **EXPERTS, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32,
@@ -212,11 +217,15 @@ FILES: dict[str, dict[str, object]] = {
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
 }  # fmt: skip
 MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
+FLASH_PARTS = ("hyper_connection", "indexer", "ple_embedding", "key_proj")
 KINDS: dict[str, Kind] = {
     **{kind: kind for kind in ("F32", "F16", "Q8_0", "Q4_0")},
     "Q4_K and others": lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q8_0"),
     "Q4_K experts": lambda name: (
         "Q8_0" if "experts" not in name else "Q6_K" if "down_proj" in name or ".w2." in name else "Q4_K"
+    ),
+    "IQ4_NL and others": lambda name: (
+        "Q4_0" if "experts" in name else "IQ4_NL" if any(part in name for part in FLASH_PARTS) else "Q8_0"
     ),
     "MXFP4 experts": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
 }
@@ -225,6 +234,7 @@ KINDS_OF = {
     "gpt_oss": ("Q8_0", "Q4_K experts", "MXFP4 experts"),
     "qwen3_5_moe": ("Q8_0", "Q4_K experts"),
     "qwen3_next": ("Q8_0", "Q4_K experts"),
+    "qwen4_exp, n-grams": ("F32", "Q8_0", "Q4_K experts", "IQ4_NL and others"),
     "glm4_moe": ("Q8_0", "Q4_K experts"),
     **dict.fromkeys(("minimax_m2", "lfm2_moe", "afmoe"), ("Q8_0",)),
     "nemotron_h": ("Q8_0", "Q4_K experts"),
@@ -281,8 +291,11 @@ MODELS: Mapping[str, Model] = {
 
 
 def possible(config: ModelConfig, mode: Mode) -> Mode:
-    """The mode, without what needs a layer that grows where there is none: chunks, a cache in few bits or streamed."""
+    """The mode, without what needs a layer that grows where there is none: chunks, a cache in few bits or streamed; and
+    without chunks and few bits where rows choose what they attend to."""
     sizes, offload = mode
+    if config.indexer is not None:
+        return replace(sizes, budget=0, kv_bits=16, lookup=True), offload
     if config.growing:
         return mode
     few = sizes.weight_bits < 16 or sizes.kv_bits < 16

@@ -37,7 +37,7 @@ GROWING: dict[str, object] = {
 }  # fmt: skip
 PLUS_ONE = (  # norms times 1 + w
     *("nemotron", "gemma", "gemma2", "gemma3_text"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
 )
 VISION = {
     "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16, "patch_size": 2,
@@ -128,6 +128,20 @@ SECTIONS = {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1,
 LATENT: dict[str, object] = {
     "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 4, "head_dim": ..., "num_hidden_layers": 3,
+}  # fmt: skip
+FLASH: dict[str, object] = {
+    **STATES, **EXPERTS, "shared_expert_intermediate_size": 32, "hc_count": 4, "hc_lowrank": 16, "head_dim": 32,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "output_gate_type": "sigmoid",
+    "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+    "indexer_compress_ratio": 4, "num_key_value_heads": 2, "intermediate_size": ...,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": THETA, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+NGRAMS: dict[str, object] = {
+    "ple_layer_ids": [2], "ple_embed_dim": 64, "ngram_size": 3, "heads_per_ngram": 4, "ngram_vocab_size_base": 211,
+    "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "eos_token_id": 2,
 }  # fmt: skip
 KIMI: dict[str, object] = {
     "linear_head_dim": 8, "linear_num_heads": 6, "num_local_experts": 8, "num_experts_per_tok": 3,
@@ -356,6 +370,8 @@ TINY: dict[str, Tiny] = {
         norm_topk_prob=False, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True, head_dim=16,
         layer_types=["full_attention", "linear_attention", "full_attention"],
     ),
+    "qwen4_exp": _with("qwen4_exp_text", **FLASH),
+    "qwen4_exp, n-grams": _with("qwen4_exp_text", **FLASH, **NGRAMS),
     "glm4_moe": _with("glm4_moe", **GLM_EXPERTS, num_hidden_layers=3, rope_parameters=PARTIAL, use_qk_norm=True),
     "glm4_moe, odd": _with(
         "glm4_moe", n_routed_experts=5, num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=2,

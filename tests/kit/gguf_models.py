@@ -22,6 +22,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig
 
+from kit import gguf_flash
 from kit.stored import made_up, places
 from offload.formats.encodings import ENCODINGS
 
@@ -42,13 +43,16 @@ ARCHITECTURES = {  # Hugging Face's model_type -> llama.cpp's architecture
     "glm4_moe_lite": "deepseek2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "mistral4": "mistral4",
     "afmoe": "afmoe", "laguna": "laguna", "cohere2_moe": "cohere2moe",
     "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear", "bailing_hybrid": "bailingmoe3",
+    gguf_flash.FAMILY: gguf_flash.ARCH,
 }  # fmt: skip
-LIKE = {"laguna": "exaone-moe", "cohere2moe": "exaone-moe", "bailingmoe3": "kimi-linear"}  # whose names the package has
+LIKE = {  # whose names the package has
+    "laguna": "exaone-moe", "cohere2moe": "exaone-moe", "bailingmoe3": "kimi-linear", gguf_flash.ARCH: "qwen35moe",
+}  # fmt: skip
 PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "arcee", "mistral3")
 CONVOLVED = ("lfm2", "lfm2moe")
 NEMOTRON_H = ("nemotron_h", "nemotron_h_moe")
 MAMBA = ("nemotron_h", "granitemoehybrid", "falcon_h1")
-STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
+STATEFUL = ("qwen35", "qwen35moe", "qwen3next", gguf_flash.ARCH)
 BY_CHANNEL = ("kimi-linear", "bailingmoe3")  # each channel of a state decays by itself
 LATENT = ("deepseek2", "mistral4", *BY_CHANNEL)
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", *STATEFUL)
@@ -104,16 +108,18 @@ def write_gguf(
     _metadata(writer, config, arch, joins_latent=joins_latent)
     if tokenizer:
         _tokenizer(writer, tokenizer, config["vocab_size"])
-    if change:
-        change(writer)
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch))
-    names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     tensors = {
-        text_name(name): tensor.float()
+        text_name(name): tensor if tensor.dtype == torch.int64 else tensor.float()
         for file in folder.glob("*.safetensors")
         for name, tensor in load_file(file).items()
         if not BESIDE_TEXT.search(name)
     }
+    if arch == gguf_flash.ARCH:
+        gguf_flash.add_hashes(writer, tensors, config)
+    if change:
+        change(writer)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == LIKE.get(arch, arch))
+    names, stored = gguf.get_tensor_name_map(number, num_blocks(config)), {}
     if arch == "bailingmoe3":
         tensors = as_kimis(tensors, config)
     stacks = stacked(tensors, config["model_type"])
@@ -121,6 +127,8 @@ def write_gguf(
         stacks = of_granite(stacks, config)
     if arch == "qwen3next" and not joins_states:
         stacks = ungrouped(stacks, config)
+    if arch == gguf_flash.ARCH:
+        stacks = gguf_flash.rearranged(stacks, config)
     if fused or (fused is None and arch in ("gemma4", "mistral4")):
         stacks = joined(stacks)
     if arch in LATENT and not joins_latent:
@@ -130,6 +138,7 @@ def write_gguf(
             continue
         renamed = (
             of_head(name, config)
+            or gguf_flash.name_of(block_name(name, config))
             or in_layer(block_name(name, config))
             or names.get_name(block_name(name, config), (".weight", ".bias"))
             or UNLISTED.get(name, "")
@@ -333,7 +342,7 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         return with_states(name, tensor, config)
     if arch in BY_CHANNEL and name.endswith(("_conv1d.weight", "A_log")):
         return by_channel(name, tensor, arch)
-    if name.endswith("conv.conv.weight"):
+    if name.endswith(("conv.conv.weight", "ple.conv1d.weight")):
         return tensor.squeeze(1)
     if arch == "falcon-h1":
         tensor = multiplied(name, tensor, config)
@@ -341,7 +350,7 @@ def converted(name: str, tensor: Tensor, config: dict[str, Any], arch: str) -> T
         return with_mamba(name, tensor, config)
     if name.endswith("shared_expert_gate.weight"):
         return tensor.squeeze(0)
-    if arch in PLUS_ONE and ("norm.weight" in name or ".pre_fc_norm" in name):
+    if arch in PLUS_ONE and any(part in name for part in ("norm.weight", ".pre_fc_norm", ".ple.norm_")):
         return tensor + 1
     for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
         if arch in PERMUTED and f".{letter}_proj." in name:
@@ -505,10 +514,12 @@ def _metadata(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str, *, joi
         writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
         if arch not in ("olmoe", "granitehybrid"):
             writer.add_expert_feed_forward_length(_first(config, "moe_intermediate_size", "intermediate_size"))
-    if arch in ("qwen35moe", "qwen3next", "qwen2moe"):
+    if arch in ("qwen35moe", "qwen3next", "qwen2moe", gguf_flash.ARCH):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if arch in ("glm4moe", "exaone-moe", "nemotron_h_moe", *LATENT):
         _sigmoid_experts(writer, config)
+    if arch == gguf_flash.ARCH:
+        gguf_flash.add_metadata(writer, config, num_blocks(config))
     if arch in OF_MIXTURES:
         OF_MIXTURES[arch](writer, config)
     if arch == "minimax-m2":

@@ -24,15 +24,19 @@ LATENT = {key: value for key, value in SHAPES.items() if key != "head_dim"} | {
 class Form:
     """A head as the authors' checkpoints have it. fields: of config.json. layer: of the model, which the head's is
     like. prefix: of the names in it. join, norms: names, the norms of an embedding, of a hidden row and of the output.
-    more: tensors that are copies of the model's. plus_one: norms multiply by 1 + their weight."""
+    more: tensors that are copies of the model's. plus_one: norms multiply by 1 + their weight. join_hidden, mean: the
+    matrix of hidden rows and the prefix of the mean of streams, in place of the last norm, where hidden rows are
+    streams."""
 
     fields: dict[str, int]
     layer: int
     prefix: str
     join: str
-    norms: tuple[str, str, str]
+    norms: tuple[str, ...]
     more: tuple[str, ...] = ()
     plus_one: bool = True
+    join_hidden: str = ""
+    mean: str = ""
 
 
 MTP = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
@@ -51,6 +55,9 @@ FORMS["glm4_moe_lite"] = FORMS["glm4_moe"]
 FORMS["bailing_hybrid"] = Form(
     {"num_nextn_predict_layers": 1}, 3, "model.layers.4.", "model.layers.4.eh_proj",
     ("model.layers.4.enorm", "model.layers.4.hnorm", "model.layers.4.final_layernorm"), plus_one=False,
+)  # fmt: skip
+FORMS["qwen4_exp"] = replace(
+    QWEN, join="mtp.fc_embedding", join_hidden="mtp.fc_hidden", norms=MTP[:2], mean="mtp.hyper_connection_mixer.",
 )  # fmt: skip
 IN_FILES = ["qwen3_5", "qwen3_5_moe", "glm4_moe", "bailing_hybrid"]  # whose heads llama.cpp's converter writes
 MIXTURES = [name for name in FORMS if name != "qwen3_5"]
@@ -82,6 +89,11 @@ def with_head(folder: Path, *, seed: int = 3) -> Path:
         if name.startswith(before)
     }
     head |= {f"{name}.weight": (hidden,) for name in form.norms} | {f"{form.join}.weight": (hidden, 2 * hidden)}
+    if form.mean:
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith("model.hyper_connection_mixer.")}
+        head |= {form.mean + name.rpartition("mixer.")[2]: tuple(tensor.shape) for name, tensor in own.items()}
+        head |= {f"{name}.weight": (hidden, hidden) for name in (form.join, form.join_hidden)}
+        head |= {f"{form.norms[1]}.weight": (config["hc_count"] * hidden,)}
     head |= {f"{name}.weight": (config["vocab_size"], hidden) for name in form.more}
     for name, shape in head.items():
         noise = torch.randn(shape, generator=generator)

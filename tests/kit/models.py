@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 from kit.processor import best
+from offload.config.mixers import Recurring
 from offload.config.model import ModelConfig
 from offload.config.reading import draft_config, read_config
 from offload.decode import generation
@@ -42,14 +44,18 @@ from offload.decode.warp import warp
 from offload.engine.engine import Engine, load_tokenizer
 from offload.engine.prefix import OpenStore
 from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.recurrence import RecurrenceWeights
 from offload.kernels.rope import Scoring, scorings
 from offload.kv import Cache
+from offload.kv.block_index import BlockIndex
 from offload.kv.checkpoints import Checkpoints
 from offload.kv.chunk_store import QuantisedChunks, RetrievedRows, RetrievedStore
 from offload.kv.fetch import Tail
 from offload.kv.full import FullCache
+from offload.kv.indexed import IndexedCache
 from offload.kv.layer_states import LayerStates
 from offload.kv.mixed import MixedCache
+from offload.kv.recent_ids import RecentIds
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.selection import ByMass
 from offload.kv.states import StateCache
@@ -271,6 +277,7 @@ class Sizes:
     sinks: int = 2
     window: int = 8
     capacity: int = 192
+    block_slots: int = 24
     any_rows: bool = False  # passes have no padding: kernels give rows their bits among any others
     weight_bits: int = 16  # with fewer and a budget of 0 the target proposes to itself over its whole cache
     kv_bits: int = 16  # with fewer over that in as many bits
@@ -296,13 +303,18 @@ def full_cache(
     packs: bool = False,
     raw_pages: int = 0,
 ) -> FullCache:
-    config, dtype = decoder.config, decoder.weights.embedding.dtype
-    return FullCache(
-        memory or Memory(torch.device("cpu")),
+    config, dtype, memory = decoder.config, decoder.weights.embedding.dtype, memory or Memory(torch.device("cpu"))
+    own, make = _of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)), FullCache
+    if (indexer := config.indexer) is not None:
+        index = BlockIndex(memory, indexer, scorings=own, dtype=dtype, page_tokens=sizes.page)
+        slots = sizes.block_slots if link is not None else 0
+        make = partial(IndexedCache, index=index, block_slots=slots)  # type: ignore[assignment]
+    return make(
+        memory,
         TileShape(config.num_kv_heads, config.kv_dim, sizes.page, sizes.pages, dtype),
         num_layers=len(config.growing),
         reads=config.reads(config.growing),
-        scorings=_of(config, config.readers(config.growing), scorings_of(decoder, sizes.capacity)),
+        scorings=own,
         offload=link
         and Offload(
             link,
@@ -310,6 +322,7 @@ def full_cache(
             num_staging=sizes.kv_staging,
             packs=best() if packs else None,
             raw_pages=raw_pages,
+            by_blocks=config.indexer is not None,
         ),
         mass_chunk=sizes.chunk if mass else None,
         kernels=kernels_of(decoder),
@@ -325,7 +338,13 @@ def target_cache(decoder: Decoder, sizes: Sizes, *, link: Link | None = None, un
         windows = _windows(decoder, sizes, undo)
     if config.recurrence is not None:
         states = state_cache(decoder)
-    return MixedCache(config, full, windows, states, drafts=False) if windows or states else full
+    kept: dict[str, Any] = {}
+    if config.with_ngrams:
+        own = config.ngrams(config.with_ngrams[0])
+        weights = [each.ngrams.convolution for each in decoder.weights.layers if each.ngrams is not None]
+        kept["convolved"] = state_cache(decoder, of=own.convolution, num_layers=len(weights), weights=weights)
+        kept["ids"] = RecentIds(own.context, own.eos, kept["convolved"])
+    return MixedCache(config, full, windows, states, drafts=False, **kept) if windows or states else full
 
 
 def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
@@ -341,17 +360,23 @@ def _windows(decoder: Decoder, sizes: Sizes, undo: int) -> WindowCache:
     )
 
 
-def state_cache(decoder: Decoder, *, rows: int = 16, most: int = 4) -> StateCache:
-    """rows: inputs that are held. most: checkpoints."""
+def state_cache(
+    decoder: Decoder,
+    *,
+    rows: int = 16,
+    most: int = 4,
+    of: Recurring | None = None,
+    num_layers: int = 0,
+    weights: Sequence[RecurrenceWeights] = (),
+) -> StateCache:
+    """rows: inputs that are held. most: checkpoints. of, num_layers, weights: of the convolutions of n-grams."""
     config, dtype, memory = decoder.config, decoder.weights.embedding.dtype, Memory(torch.device("cpu"))
-    assert config.recurrence is not None
-    num_layers = len(config.stateful)
-    layers = LayerStates(
-        memory, config.recurrence, num_layers=num_layers, rows=rows, dtype=dtype, kernels=kernels_of(decoder)
-    )
-    kept = Checkpoints(memory, config.recurrence, num_layers=num_layers, dtype=dtype, most=most)
-    weights = [layer.recurrence for layer in decoder.weights.layers if layer.recurrence is not None]
-    return StateCache(layers, kept, weights=lambda: weights)
+    own, count = of or config.recurrence, num_layers or len(config.stateful)
+    assert own is not None
+    layers = LayerStates(memory, own, num_layers=count, rows=rows, dtype=dtype, kernels=kernels_of(decoder))
+    kept = Checkpoints(memory, own, num_layers=count, dtype=dtype, most=most)
+    found = weights or [layer.recurrence for layer in decoder.weights.layers if layer.recurrence is not None]
+    return StateCache(layers, kept, weights=lambda: found)
 
 
 def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring]) -> list[Scoring]:
@@ -362,7 +387,7 @@ def _of(config: ModelConfig, layers: Sequence[int], scorings: Sequence[Scoring])
 def resident_rows(decoder: Decoder, block: int, together: int | None = None) -> ResidentRows:
     """Hidden rows of a prefill on the device, in memory of their own."""
     config, dtype = decoder.config, decoder.weights.embedding.dtype
-    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.hidden_size, dtype, block=block, together=together)
+    return ResidentRows(Arena(Memory(torch.device("cpu"))), config.row_size, dtype, block=block, together=together)
 
 
 def streaming_cache(decoder: Decoder, sizes: Sizes) -> StreamingCache:

@@ -49,6 +49,7 @@ from offload.config.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen4_exp,
     seed_oss,
     smollm3,
     solar_open,
@@ -63,7 +64,7 @@ _MODULES = (
     ernie4_5_moe, smollm3, hunyuan, phi3, glm, glm4_moe, solar_open, minimax_m2, olmo2, olmo3, olmo_hybrid, olmoe,
     cohere, cohere2, nemotron, gemma, gemma2, gemma3, gemma4, gemma4_assistant, arcee, exaone4, exaone_moe, ministral3,
     starcoder2, muse_glimmer, afmoe, laguna, cohere2_moe, lfm2, lfm3, nemotron_h, granitemoehybrid, falcon_h1, deepseek,
-    mistral4, kimi_linear, bailing_hybrid,
+    mistral4, kimi_linear, bailing_hybrid, qwen4_exp,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for module in _MODULES for family in module.FAMILIES}
 WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in wrappers.WRAPPERS}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from offload.config.families.windows import FULL, WINDOWED
+from offload.config.families.windows import FULL, INDEXED, WINDOWED
 from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames
@@ -16,7 +16,7 @@ from offload.fields import Fields
 STATEFUL, CONVOLVED = "linear_attention", "conv"
 _LIMITS = "time_step_limit"
 _CHANNEL_SIZES = {"num_heads": 32, "head_dim": 128}  # fields, and their defaults
-_MOST_TAPS = 8  # that the CPU's kernels know
+MOST_TAPS = 8  # that the CPU's kernels know
 
 
 def read_delta_rule(
@@ -28,7 +28,7 @@ def read_delta_rule(
         source.integer("linear_num_value_heads", 1 << 12, default=heads),
         source.integer("linear_key_head_dim", 1 << 12, default=key_dim),
         source.integer("linear_value_head_dim", 1 << 12, default=value_dim),
-        source.integer("linear_conv_kernel_dim", _MOST_TAPS, default=4),
+        source.integer("linear_conv_kernel_dim", MOST_TAPS, default=4),
         norm,
         **others,
     )
@@ -67,7 +67,7 @@ def channel_names(prefix: str, *, low_rank: bool) -> RecurrenceNames:
 
 def read_short_convolution(source: Fields, *, width: int) -> ShortConvolution:
     """The short convolution of all layers that have one. width: the family's default."""
-    bias, taps = source.flag("conv_bias", False), source.integer("conv_L_cache", _MOST_TAPS, default=width)
+    bias, taps = source.flag("conv_bias", False), source.integer("conv_L_cache", MOST_TAPS, default=width)
     if taps < 2:
         source.refuse("conv_L_cache", "2 or more")
     return ShortConvolution(source.integer("hidden_size", 1 << 20), taps, bias, bias, bias)
@@ -91,7 +91,7 @@ def read_mamba(
         return source.integer(field[0], most, default=field[1])
 
     found = Mamba2(
-        number(groups), number(heads), number(state), number(head_dim), number(width, _MOST_TAPS),
+        number(groups), number(heads), number(state), number(head_dim), number(width, MOST_TAPS),
         taps_bias=source.flag(taps_bias, True), **others,
     )  # fmt: skip
     if found.num_heads % found.num_key_heads:
@@ -134,7 +134,7 @@ def layer_kinds(source: Fields, known: Collection[str], unnamed: Callable[[int],
         kinds = [unnamed(layer) for layer in range(count)]
     if not isinstance(kinds, list) or len(kinds) < count or any(kind not in known for kind in kinds):
         source.refuse("layer_types", f"a list of {' and '.join(known)}, one for each of {count} layers")
-    attends = {FULL, WINDOWED}.intersection(kinds[:count])
+    attends = {FULL, INDEXED, WINDOWED}.intersection(kinds[:count])
     return kinds[:count] if attends else source.refuse("layer_types", f"{FULL} in one layer at least")
 
 

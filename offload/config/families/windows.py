@@ -11,6 +11,7 @@ from offload.config.rope import Rope
 from offload.fields import Fields
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
+INDEXED = "indexed_attention"  # whose rows attend to what an index chooses
 PERIOD = "sliding_window_pattern"  # a field: its value n means that every n-th layer has no window
 
 

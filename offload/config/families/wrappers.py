@@ -16,6 +16,7 @@ WRAPPERS = (
     Wrapper("muse_glimmer", "Muse Glimmer 30B", "muse_glimmer_text", _LLAVA),
     Wrapper("qwen3_5", "Qwen 3.5 to 3.8, dense", "qwen3_5_text", _LLAVA),
     Wrapper("qwen3_5_moe", "Qwen 3.5 to 3.8, mixtures of experts", "qwen3_5_moe_text", _LLAVA),
+    Wrapper("qwen4_exp", "Qwen3.8-Flash-Next", "qwen4_exp_text", _LLAVA),
     Wrapper("qwen3_vl", "Qwen3-VL, dense", "qwen3_vl_text", _LLAVA),
     Wrapper("qwen3_vl_moe", "Qwen3-VL 30B-A3B, 235B-A22B", "qwen3_vl_moe_text", _LLAVA),
     Wrapper("qwen2_vl", "Qwen2-VL, QVQ", "qwen2_vl_text", _LLAVA, may_be_flat=True),

@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 
 from offload.formats.quantised_kv import GROUP
 from offload.kernels.attention import Part
-from offload.kernels.gpu import kv_programs, programs
+from offload.kernels.gpu import chosen_programs, kv_programs, programs
 from offload.kernels.gpu.rotation import rotated
 from offload.kernels.gpu.tiling import ROWS, STAGES, UNROLL, Tiling
-from offload.kernels.runs import Rows, Run
+from offload.kernels.runs import Chosen, Rows, Run
 from offload.native.launch import launch
 
 _COLUMNS = 256  # columns of masses that a program joins
@@ -63,8 +63,8 @@ class GpuAttention:
         self._tiling = Tiling(dim, self._dtype.itemsize, rows.scoring.joined)
         self._part = gcd(self._chunk, min(self._tiling.step, self.span)) if masses else 0
         self._folded, self._group = num_rows * num_heads // self._num_kv_heads, num_heads // self._num_kv_heads
-        num_spans = sum(-(-tokens // self.span) for tokens in counts)
-        self._columns = num_spans * self.span // self._part if self._part else 0
+        self._num_spans = sum(-(-tokens // self.span) for tokens in counts)
+        self._columns = self._num_spans * self.span // self._part if self._part else 0
         self._places = rows.in_memory()
         self._running, self._masses = self._floats(dim), self._floats(self._columns)
         self._tops, self._totals = self._floats(1), self._floats(1)
@@ -163,6 +163,34 @@ class GpuAttention:
             "SPAN": self.span, "GROUP": self._group, "DIM": tiling.head_dim, "DIM_PADDED": tiling.padded, "ROWS": ROWS,
             "num_warps": tiling.warps, "num_stages": STAGES,
         }  # fmt: skip
+
+    def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
+        """See `RunAttention`, of one run, and rows of keys and values that are not joined. By one launch: its number of
+        programs follows from the number of rows and from the most tokens that a row attends to."""
+        assert self._rows is not None
+        assert len(runs) == 1, "a GPU's chosen blocks are of one run"
+        assert self._part == self._tiling.joined == 0
+        self._queries = self._queries or rotated(self._rows, self._places, self._lasts)
+        pages, queries, dim = runs[0].pages, self._queries[0], self._tiling.head_dim
+        assert pages.stride(4) == 1
+        assert pages.shape[3] % chosen.size == self.span % chosen.size == 0
+        own = self._partials = _Partials(self._floats(self._num_spans * dim), self._floats(self._num_spans))
+        launch(
+            chosen_programs.attend_chosen,
+            (self._num_spans, self._num_kv_heads, len(queries) * -(-self._group // ROWS)),
+            (
+                queries, chosen.blocks, chosen.tokens, pages[0], pages[1], own.out, own.sums,
+                queries.stride(0), pages.stride(1), pages.stride(2), pages.stride(3), chosen.blocks.shape[1],
+                self._folded, self._earlier[2],
+            ),
+            SIZE=chosen.size,
+            PAGE=pages.shape[3],
+            STEP=min(self._tiling.step, self.span),
+            WIDEN=not pages.is_cuda,
+            maxnreg=self._tiling.most_registers,
+            **self._constants,
+        )  # fmt: skip
+        self._num_runs, self._num_left = 1, self._num_spans
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
         """See `RunAttention`. Masses are in `mass_dtype`."""

@@ -1,4 +1,4 @@
-"""The gated short convolution on a GPU, in Triton, by one launch.
+"""Short convolutions, gated or dilated, on a GPU, in Triton, by one launch.
 
 Where the number of replayed tokens is on the GPU it is read there, so a graph may contain the launch. All tokens have
 the same instructions, so a row's bits do not depend on how tokens are divided into launches.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.config.mixers import ShortConvolution
+from offload.config.mixers import DilatedConvolution, ShortConvolution
 from offload.kernels.recurrence import Held, RecurrenceWeights, Replayed
 from offload.native.launch import launch
 
@@ -18,8 +18,14 @@ NUMBERS = 128  # channels of a program
 ROWS = 16  # of a program: no fewer than the rows before a token that its convolution reads
 
 
-def short_convolution(
-    own: ShortConvolution, weights: RecurrenceWeights, held: Held, rows: Tensor, replayed: Replayed, *, settles: bool
+def convolution(
+    own: ShortConvolution | DilatedConvolution,
+    weights: RecurrenceWeights,
+    held: Held,
+    rows: Tensor,
+    replayed: Replayed,
+    *,
+    settles: bool,
 ) -> Tensor:
     """`RunRecurrence` by one launch."""
     assert own.width - 1 <= ROWS
@@ -40,30 +46,36 @@ def short_convolution(
     return out
 
 
-def constants(own: ShortConvolution) -> dict[str, object]:
+def constants(own: ShortConvolution | DilatedConvolution) -> dict[str, object]:
     """The constants of `convolve`."""
-    return {
+    kind: dict[str, object] = {"DILATION": 1, "GATED": True, "BIASED": "taps_bias" in own.vectors}
+    if isinstance(own, DilatedConvolution):
+        kind |= {"DILATION": own.dilation, "GATED": False}
+    return kind | {
         "CHANNELS": own.channels, "WIDTH": own.width, "TAIL": 1 << (own.width - 1).bit_length(),
-        "BIASED": own.taps_bias, "NUMBERS": NUMBERS, "ROWS": ROWS,
+        "NUMBERS": NUMBERS, "ROWS": ROWS,
     }  # fmt: skip
 
 
 @triton.jit
-def _products(held, rows, row_stride, token, first_new, channel, mask, CHANNELS: tl.constexpr):
-    """B * x of some channels at the places `token` [n, 1]: of held tokens, of which there are `first_new`, or of new
-    rows. In the dtype of rows."""
+def _inputs(held, rows, row_stride, token, first_new, channel, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+    """The inputs of some channels at the places `token` [n, 1]: of held tokens, of which there are `first_new`, or of
+    new rows, B * x or x. In the dtype of rows."""
     old, row = token < first_new, rows + (token - first_new).to(tl.int64) * row_stride + channel
     before = tl.load(held + token.to(tl.int64) * CHANNELS + channel, mask=mask & old, other=0.0)
     new = mask & (token >= first_new)
-    b, x = tl.load(row, mask=new, other=0.0), tl.load(row + 2 * CHANNELS, mask=new, other=0.0)
-    return tl.where(old, before, (b.to(tl.float32) * x.to(tl.float32)).to(before.dtype))
+    own = tl.load(row, mask=new, other=0.0)
+    if GATED:
+        x = tl.load(row + 2 * CHANNELS, mask=new, other=0.0)
+        own = (own.to(tl.float32) * x.to(tl.float32)).to(before.dtype)
+    return tl.where(old, before, own)
 
 
 @triton.jit(do_not_specialize=["count", "num_rows", "settles"])
 def convolve(
     held,  # [WIDTH - 1 + M, CHANNELS], contiguous
-    rows,  # [T, 3 * CHANNELS]: B, C and x; a row contiguous
-    taps,  # fp32 [WIDTH, CHANNELS]
+    rows,  # [T, 3 * CHANNELS]: B, C and x; or if not GATED [T, CHANNELS]: x; a row contiguous
+    taps,  # fp32 [taps, CHANNELS]
     bias,  # fp32 [CHANNELS], if BIASED
     there,  # int64 [1]: n, where `count` is negative
     out,  # [T, CHANNELS]
@@ -72,7 +84,9 @@ def convolve(
     num_rows,  # T
     settles,  # 1: of the last tokens WIDTH - 1 are held, 0: of those before the rows, and all rows
     CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # tokens from the first tap to the last
+    DILATION: tl.constexpr,  # tokens between taps
+    GATED: tl.constexpr,
     TAIL: tl.constexpr,  # the least power of two that is WIDTH - 1 or more
     BIASED: tl.constexpr,
     NUMBERS: tl.constexpr,
@@ -87,25 +101,30 @@ def convolve(
     first_new, row = replayed + WIDTH - 1, first + tl.arange(0, ROWS)[:, None]
     mask, place = inside & (row < num_rows), replayed + row
     sums = tl.zeros([ROWS, NUMBERS], tl.float32)
-    for tap in tl.static_range(WIDTH):
+    for tap in tl.static_range((WIDTH - 1) // DILATION + 1):
         weight = tl.load(taps + tap * CHANNELS + channel, mask=inside, other=0.0)
-        each = _products(held, rows, row_stride, place + tap, first_new, channel, mask, CHANNELS)
+        each = _inputs(held, rows, row_stride, place + tap * DILATION, first_new, channel, mask, CHANNELS, GATED)
         sums += each.to(tl.float32) * weight
     if BIASED:
         sums += tl.load(bias + channel, mask=inside, other=0.0)
-    gate = tl.load(rows + row.to(tl.int64) * row_stride + CHANNELS + channel, mask=mask, other=0.0)
-    made = sums.to(gate.dtype).to(tl.float32) * gate.to(tl.float32)
-    tl.store(out + row.to(tl.int64) * CHANNELS + channel, made.to(gate.dtype), mask=mask)
+    dtype = out.dtype.element_ty
+    made = sums.to(dtype).to(tl.float32)
+    if GATED:
+        gate = tl.load(rows + row.to(tl.int64) * row_stride + CHANNELS + channel, mask=mask, other=0.0)
+        made = made * gate.to(tl.float32)
+    else:
+        made = made / (1.0 + tl.exp(-made))
+    tl.store(out + row.to(tl.int64) * CHANNELS + channel, made.to(dtype), mask=mask)
     if first > 0:
         return
     tail = tl.arange(0, TAIL)[:, None]
     real = inside & (tail < WIDTH - 1)
     last = replayed + num_rows * settles + tail
-    moved = _products(held, rows, row_stride, last, first_new, channel, real, CHANNELS)
+    moved = _inputs(held, rows, row_stride, last, first_new, channel, real, CHANNELS, GATED)
     tl.debug_barrier()
     tl.store(held + tail * CHANNELS + channel, moved, mask=real)
     for begun in range(0, tl.where(settles == 0, num_rows, 0), ROWS):
         new = begun + tl.arange(0, ROWS)[:, None]
         own = inside & (new < num_rows)
-        kept = _products(held, rows, row_stride, first_new + new, first_new, channel, own, CHANNELS)
+        kept = _inputs(held, rows, row_stride, first_new + new, first_new, channel, own, CHANNELS, GATED)
         tl.store(held + (WIDTH - 1 + new) * CHANNELS + channel, kept, mask=own)

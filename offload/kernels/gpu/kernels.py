@@ -10,11 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from offload.config.mixers import DeltaRule, Mamba2, ShortConvolution
+from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution
 from offload.formats import packed_gpu, quantised, quantised_kv_gpu, residuals_gpu, stored_gpu
 from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
-from offload.kernels.gpu import activation, convolution, copies, delta, experts, quantised_products, stored_products
+from offload.kernels.gpu import (
+    activation,
+    choosing,
+    convolution,
+    copies,
+    delta,
+    experts,
+    quantised_products,
+    stored_products,
+    streams,
+)
 from offload.kernels.gpu.attention import GpuAttention
 from offload.kernels.gpu.halves import LatentTiles
 from offload.kernels.gpu.prefill import TritonTiles
@@ -58,6 +68,7 @@ def _decode_stored(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
 
 COPIES = Copies(
     chunks=copies.chunks,
+    blocks=copies.blocks,
     packed_chunks=packed_gpu.packed_chunks,
     rows=copies.table_rows,
     quantise_kv=quantised_kv_gpu.encode,
@@ -66,14 +77,17 @@ GPU_KERNELS = DeviceKernels(
     whose="GPU",
     order="matrices",
     attention=_attention,
+    choose=choosing.choose,
     prefill=_prefill,
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,
     gated=activation.gated,
+    streams=streams.BY_TRITON,
     recurrences={
         DeltaRule: delta.run_states,
         Mamba2: delta.run_states,
-        ShortConvolution: convolution.short_convolution,
+        ShortConvolution: convolution.convolution,
+        DilatedConvolution: convolution.convolution,
     },
     experts=experts.run_experts,
     prefill_experts=partial(experts.run_experts, in_prefill=True),

@@ -85,6 +85,17 @@ def with_run(
     return _folded_in(out, top, total, partials, sums, num_spans, stride, row, real, dims, DIM, UNROLL)
 
 
+@triton.jit
+def softened(score, top, total):
+    """Scores [ROWS, n], -inf for tokens that a row does not attend to, as (weights, the share by which what was summed
+    before them is to be multiplied, the largest score, the sum of weights), the last two with those before."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp(score - anchor[:, None])
+    share = tl.exp(top - anchor)
+    return weight, share, higher, total * share + tl.sum(weight, 1)
+
+
 @triton.jit(
     do_not_specialize=["first", "tokens", "num_pages", "column", "num_columns", "num_folded", "num_earlier", "begun"]
 )
@@ -218,11 +229,7 @@ def attend_spans(
             at_column = column + (base + offset) // CHUNK + tl.arange(0, STEP // CHUNK)
             where = state[:, None] * num_columns + at_column[None, :]
             tl.store(masses + where, logs, mask=real[:, None] & (at_column[None, :] < num_columns))
-        higher = tl.maximum(top, tl.max(score, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(score - anchor[:, None])
-        share = tl.exp(top - anchor)
-        total = total * share + tl.sum(weight, 1)
+        weight, share, top, total = softened(score, top, total)
         rounded = weight.to(values.dtype.element_ty)
         if WIDEN:
             rounded, value = rounded.to(tl.float32), value.to(tl.float32)
@@ -231,7 +238,6 @@ def attend_spans(
             out_2 = out_2 * share[:, None] + tl.dot(rounded, value, input_precision="ieee")
         else:
             out = out * share[:, None] + tl.dot(rounded, value, input_precision="ieee")
-        top = higher
     divisor = tl.where(total > 0.0, total, 1.0)
     target = state + span.to(tl.int64) * (num_heads * num_folded)
     to = target[:, None] * DIM + part[None, :]

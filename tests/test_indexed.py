@@ -99,10 +99,11 @@ def test_beyond_the_budget_logits_are_those_of_transformers(
 def test_a_prefill_and_passes_of_any_rows_have_the_same_bits(folder: Path, operators: str) -> None:
     decoder, tokens = load(folder, kernels=of(operators)), prompt(63)
     wanted = in_decoding(decoder, target_cache(decoder, SIZES), tokens, 1)
-    for rows in (2, 4, 16, 63):
+    for rows in (3, 16, 63):
         assert torch.equal(in_decoding(decoder, target_cache(decoder, SIZES), tokens, rows), wanted)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("slots", [6, 10, 24])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("operators", OPERATORS)
@@ -138,6 +139,7 @@ def test_below_the_budget_bits_are_those_of_attention_to_everything(
     assert not torch.equal(in_decoding(decoder, target_cache(decoder, SIZES), longer, 3), dense)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kept", range(40, 49))
 @pytest.mark.parametrize("slots", [0, 10])
 def test_rejected_rows_leave_nothing_in_an_index_or_in_slots(folder: Path, kept: int, slots: int) -> None:

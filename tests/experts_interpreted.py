@@ -111,14 +111,15 @@ def is_near(found: Tensor, wanted: Tensor) -> bool:
 class InBatches:
     """Experts in batches of a few, the last one first."""
 
-    whole: ResidentExperts
+    homes: ResidentExperts
     size: int
     room: Room | None = None
     on_host: bool = False
+    whole: None = None
 
     @property
     def bank(self) -> Bank:
-        return self.whole.bank
+        return self.homes.bank
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         for part in chosen.unique().long().flip(0).split(self.size):

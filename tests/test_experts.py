@@ -263,13 +263,14 @@ def test_an_expert_that_is_in_no_batch_of_a_row_is_not_asked_for() -> None:
 
     @dataclass(frozen=True)
     class InBatches:
-        whole: ResidentExperts
+        homes: ResidentExperts
         size: int
         room: None = None
+        whole: None = None
 
         @property
         def bank(self) -> Bank:
-            return self.whole.bank
+            return self.homes.bank
 
         def batches(self, chosen: Tensor) -> Iterator[Batch]:
             wanted = chosen.unique()
@@ -277,7 +278,7 @@ def test_an_expert_that_is_in_no_batch_of_a_row_is_not_asked_for() -> None:
             for part in wanted.flip(0).split(self.size):
                 places = torch.full((12,), -1, dtype=torch.int32)
                 places[part] = part.int()
-                yield Batch(self.whole.bank, places)
+                yield Batch(self.bank, places)
 
     for executor in ("torch", *on_this_machine(), *IN_PREFILL):
         given = scene(Experts(FeedForward(48), 12, 2), torch.bfloat16, 4)
@@ -296,6 +297,7 @@ def test_padding_runs_through_no_expert(executor: str) -> None:
     @dataclass(frozen=True)
     class Watched:
         homes: ResidentExperts
+        whole: None = None
 
         @property
         def bank(self) -> Bank:
@@ -342,6 +344,8 @@ def test_layers_with_experts_have_what_their_bytes_say() -> None:
 
 class _Alternating:
     """Experts that are in another bank each time they are wanted."""
+
+    whole = None
 
     def __init__(self, *homes: ResidentExperts) -> None:
         self.homes, self.bank = list(homes), homes[0].bank

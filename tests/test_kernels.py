@@ -22,7 +22,7 @@ from offload.config.norm import Norm
 from offload.kernels import cpu
 from offload.kernels.attention import attend, fold, unfold
 from offload.kernels.norms import NormWeights, add_normed
-from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
+from offload.kernels.products import HeadNorms, Step, Steps, room_to_widen
 from offload.kernels.rope import RopeTable, Scoring, rotate
 from offload.kernels.runs import Rows, Run
 from offload.kernels.spans import SpanAttention
@@ -337,6 +337,7 @@ def test_rows_are_rotated_and_written_as_torch_does_to_the_bit(
     assert_same_bits(queries_of(spans, q, heads.kv), rotate(q, *table).float())
     grown = replace(rope, growth=normal(len(rope.cos), dtype=dtype, seed=10))
     spans.begin(Rows(q, k, v, Scoring(grown), position, index), [3 * page])
+    spans.append_rows(Run(tile, 0, first))
     assert_same_bits(queries_of(spans, q, heads.kv), grown.rotated(q, k, position)[0].float())
     weighed = Scoring(rope, weights=(normal(dim, dtype=dtype, seed=11), normal(dim, dtype=dtype, seed=12)))
     wanted_q, wanted_k = weighed.rotated(q, k, position)
@@ -366,7 +367,7 @@ def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: tor
     before, own = rows.clone(), rows[:, 2:5]
     wanted = rms_norm(own.double(), norm.shape, norm.double(), 1e-6)
     by_torch = weights(own)
-    norm_heads(found, rows.flatten(1)[:, 2 * dim : 5 * dim], weights)
+    HeadNorms(found, [(rows.flatten(1)[:, 2 * dim : 5 * dim], weights)]).run(len(rows))
     assert torch.equal(rows[:, :2], before[:, :2])
     assert torch.equal(rows[:, 5:], before[:, 5:])
     assert_close(own.double(), wanted, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
@@ -374,7 +375,7 @@ def test_heads_are_normed_as_near_to_fp64_as_by_torch(found: Library, dtype: tor
     if dtype != torch.float32:
         assert root_mean_square(ours) <= 1.02 * root_mean_square(theirs)
     alone = before[4:5].clone()
-    norm_heads(found, alone.flatten(1)[:, 2 * dim : 5 * dim], weights)
+    HeadNorms(found, [(alone.flatten(1)[:, 2 * dim : 5 * dim], weights)]).run(1)
     assert_same_bits(alone[0], rows[4])
 
 

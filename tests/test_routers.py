@@ -64,6 +64,7 @@ class Homes:
 
     bank: Bank
     asked: list[Tensor] = field(default_factory=list)
+    whole: Batch | None = None
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         self.asked.append(chosen.long().clone())

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.config.networks import Experts, FeedForward
 from offload.formats.layout import EXPERT_ALIGNMENT
 from offload.kernels.experts import Bank, ExpertHomes, ExpertWeights, Mixture
-from offload.kernels.experts_scratch import Parts, borrowed, parts_of, share_parts, views_of, widened_of
+from offload.kernels.experts_scratch import Parts, borrowed, parts_of, share_parts, total_bytes, views_of, widened_of
 from offload.kernels.norms import NormWeights
 from offload.kernels.products import Step, address, structure_of
 from offload.native import interface as native
@@ -88,7 +88,7 @@ def run_share(
     pairs, made = list[Tensor](), list[Tensor]()
     for some, own in zip(rows.split(MOST_ROWS), chosen.split(MOST_ROWS), strict=True):
         parts = share_parts(experts.network, own.numel(), experts.count, rows.shape[1], rows.dtype, widens=True)
-        with borrowed(parts) as block:
+        with borrowed(total_bytes(parts)) as block:
             found, of_pairs = _run_share(experts, bank, places, some, own, views_of(parts, block), fixed, kernels)
         pairs.append(found + MOST_ROWS * len(pairs) * chosen.shape[1])
         made.append(of_pairs)
@@ -126,13 +126,17 @@ class MixtureCalls:
         threads, library, dtype = torch.get_num_threads(), self._library, DTYPES[self._rows.dtype]
         known = self._prepared.get(num_rows)
         parts = self._parts(num_rows, threads) if known is None else known.parts
-        with borrowed(parts, self._homes.room if self._many else None) as block:
+        need = total_bytes(parts) if known is None else known.num_bytes
+        with borrowed(need, self._homes.room if self._many else None) as block:
             if block.data_ptr() != self._address:
                 self._address, known = block.data_ptr(), None
                 self._prepared.clear()
             if known is None:
                 known = self._prepared[num_rows] = self._prepare(parts, block)
             at, to_lay = ctypes.byref(known.structure), num_rows
+            if known.is_whole:
+                library.run_mixture(dtype, at, num_rows, threads)
+                return
             library.route(dtype, at, num_rows, threads)
             for batch in self._homes.batches(known.scratch["chosen"]):
                 if batch.bank is not known.bank:
@@ -151,6 +155,7 @@ class MixtureCalls:
 
     def _prepare(self, parts: Parts, block: Tensor) -> _Call:
         mixture, bank, scratch = self._mixture, self._homes.bank, views_of(parts, block)
+        whole = None if self._many else self._homes.whole
         experts, router = mixture.experts, mixture.router
         gate, down = _steps(experts.network, bank.places[0], self._read, self._own_norm, scratch)
         routed = ("normed", "scores", "chosen", "weights", *(("laid", "decoded") if self._many else ()))
@@ -161,6 +166,7 @@ class MixtureCalls:
             router_bias=address(router.bias),
             router_scale=address(router.scale),
             **{name: scratch[name].data_ptr() for name in routed},
+            bank_place=None if whole is None else whole.places.data_ptr(),
             beside=address(self._beside),
             out=self._out.data_ptr(),
             used=experts.used,
@@ -181,7 +187,7 @@ class MixtureCalls:
             **dict(zip(("factor", "sum_factor", "both_factor"), experts.factors, strict=True)),
             eps=experts.eps,
         )
-        return _Call(parts, structure, scratch, bank)
+        return _Call(parts, total_bytes(parts), structure, scratch, bank, whole is not None)
 
     def _change_bank(self, call: _Call, bank: Bank) -> None:
         experts, call.bank = self._mixture.experts, bank
@@ -192,12 +198,15 @@ class MixtureCalls:
 
 @dataclass
 class _Call:
-    """A prepared call. bank: that the structure has."""
+    """A prepared call. num_bytes: of scratch. bank: that the structure has. is_whole: whether all experts are always
+    in it."""
 
     parts: Parts
+    num_bytes: int
     structure: native.Experts
     scratch: Mapping[str, Tensor]
     bank: Bank
+    is_whole: bool
 
 
 def _run_share(

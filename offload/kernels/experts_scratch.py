@@ -22,10 +22,11 @@ _spare: list[Tensor] = []  # scratch, kept for the next call, which takes it out
 
 def scratch_bytes(experts: Experts, num_rows: int, hidden_size: int, dtype: torch.dtype, *, threads: int = 0) -> int:
     """Bytes of temporary memory for `num_rows` rows of a pass, or of a prefill on so many threads."""
-    return _total_bytes(parts_of(experts, num_rows, hidden_size, dtype, threads))
+    return total_bytes(parts_of(experts, num_rows, hidden_size, dtype, threads))
 
 
-def _total_bytes(parts: Parts) -> int:
+def total_bytes(parts: Parts) -> int:
+    """Bytes of a block of scratch."""
     return sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in parts.values())
 
 
@@ -58,9 +59,8 @@ def parts_of(experts: Experts, num_rows: int, hidden: int, dtype: torch.dtype, t
 
 
 @contextmanager
-def borrowed(parts: Parts, room: Room | None = None) -> Iterator[Tensor]:
-    """Scratch for a call, uint8 [n], which the next one gets, too: in `room` if it is lent."""
-    need = _total_bytes(parts)
+def borrowed(need: int, room: Room | None = None) -> Iterator[Tensor]:
+    """Scratch of at least `need` bytes for a call, uint8 [n], which the next one gets, too: in `room` if it is lent."""
     if room is not None and room.is_lent:
         yield room.take("scratch", (need,), torch.uint8, torch.device("cpu"))
         return

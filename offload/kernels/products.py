@@ -148,13 +148,27 @@ def widened_floats(num_rows: int, num_inputs: int) -> int:
     return max(num_rows, _TILE) * (padded + padded // 4)  # a quarter: sums of groups, see native/
 
 
-def norm_heads(kernels: Library, x: Tensor, norm: NormWeights) -> None:
-    """RMS norm of every head in x [T, H * D], in place; rows may be strided. The weight has one number per head
-    dimension."""
-    assert not norm.norm.centred
-    (num_rows, size), dim = x.shape, len(norm.weight)
-    where = x.data_ptr(), norm.weight.data_ptr(), norm.norm.fp32
-    kernels.library.norm_heads(DTYPES[x.dtype], *where, num_rows, size // dim, dim, x.stride(0), norm.norm.eps)
+class HeadNorms:
+    """RMS norms of every head in some tensors, in place, in one native call."""
+
+    def __init__(self, kernels: Library, parts: Sequence[tuple[Tensor, NormWeights]]) -> None:
+        """parts: x [n, H * D], of one dtype, whose rows may be strided; the weight has one number per head
+        dimension."""
+        assert not any(norm.norm.centred for _, norm in parts)
+        self._library, self._kept = kernels.library, parts  # tensors are kept alive for their addresses
+        self._structures = (native.HeadNorm * len(parts))(*(_head_norm(*each) for each in parts))
+
+    def run(self, num_rows: int) -> None:
+        """Norm the first `num_rows` rows of each."""
+        if self._kept:
+            dtype = DTYPES[self._kept[0][0].dtype]
+            self._library.norm_heads(dtype, self._structures, len(self._kept), num_rows)
+
+
+def _head_norm(x: Tensor, norm: NormWeights) -> native.HeadNorm:
+    dim = len(norm.weight)
+    where = x.data_ptr(), norm.weight.data_ptr()
+    return native.HeadNorm(*where, norm.norm.fp32, x.shape[1] // dim, dim, x.stride(0), norm.norm.eps)
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -45,6 +45,8 @@ class SpanAttention:
         self._slot = 0  # spans of the runs before it
         self._sizes: tuple[int, ...] = ()
         self._rows: Rows | None = None
+        self._keys = 0  # the address of the rows' keys
+        self._found: tuple[Tensor, Tensor | None] | None = None  # by the merge, as `_merged` has it
 
     def begin(self, rows: Rows, counts: Sequence[int], *, masses: bool = False, lasts: Sequence[int] = ()) -> None:
         a, r, scoring, rope = self._attention, self._rotation, rows.scoring, rows.scoring.rope
@@ -63,12 +65,13 @@ class SpanAttention:
         r.growth = None if rope.growth is None else rope.growth.data_ptr()
         r.q_weight, r.k_weight = (None, None) if scoring.weights is None else (w.data_ptr() for w in scoring.weights)
         r.q_stride, r.k_stride, r.v_stride = rows.q.stride(0), rows.k.stride(0), rows.v.stride(0)
-        r.position, r.index, r.count = rows.position, rows.index, 0
-        for number, last in enumerate(lasts or (stop,)):
+        r.position, r.index, r.last = rows.position, rows.index, stop
+        self._rows, self._keys, self._slot, self._found = rows, rows.k.data_ptr(), 0, None
+        r.queries = a.queries  # rotated with the keys, or before the first run
+        for number, last in enumerate(lasts):
             r.queries, r.last = a.queries + number * rows.q.numel() * 4, last
-            self._library.append_rows(self._code, ctypes.byref(r))
-        r.queries, r.k, r.last, r.count = None, rows.k.data_ptr(), stop, 1
-        self._rows, self._slot = rows, 0
+            self._rotate(None)
+        r.last = stop
 
     def _resize(
         self, num_rows: int, num_heads: int, dim: int, num_kv_heads: int, num_slots: int, num_queries: int,
@@ -92,25 +95,41 @@ class SpanAttention:
 
     def append_rows(self, run: Run) -> None:
         self._take(run)
-        self._library.append_rows(self._code, ctypes.byref(self._rotation))
+        self._rotate(self._keys)
+
+    def _rotate(self, keys: int | None) -> None:
+        """Rotate the queries, if they are still to be, and write the rows' keys and values to the run that `_runs` has,
+        unless `keys` is None."""
+        r = self._rotation
+        r.k, r.count = keys, keys is not None
+        self._library.append_rows(self._code, ctypes.byref(r))
+        r.queries = None
 
     def attend(self, run: Run) -> None:
         self._take(run)
-        threads = torch.get_num_threads()
+        if self._rotation.queries:
+            self._rotate(None)
+        a, threads = self._attention, torch.get_num_threads()
+        self._slot += -(-run.tokens // self.span)
+        is_last = self._slot == a.slots
+        if is_last:  # then they are merged in the same call
+            self._found = self._room_for(self._dtype, a.kv_heads)
         self._scratch = _at_least(self._scratch, threads * self._per_thread)
         self._library.attend_runs(
             self._code,
-            ctypes.byref(self._attention),
+            ctypes.byref(a),
             self._runs,
             1,
             self._scratch.data_ptr(),
             self._per_thread,
+            is_last,
             threads,
         )
-        self._slot += -(-run.tokens // self.span)
 
     def attend_chosen(self, runs: Sequence[Run], chosen: Chosen) -> None:
         """Memory besides the scratch: the keys and values of a span for each thread."""
+        if self._rotation.queries:
+            self._rotate(None)
         a, threads, dim = self._attention, torch.get_num_threads(), runs[0].held.shape[-1]
         blocks, tokens, tiles = chosen.blocks, chosen.tokens, described([run.held for run in runs], chosen.size)
         assert tiles.page % self.span == self.span % chosen.size == 0
@@ -126,28 +145,35 @@ class SpanAttention:
         )
 
     def merge(self) -> tuple[Tensor, Tensor | None]:
-        a = self._attention
-        return self._merged(torch.empty(a.rows, a.out_stride, dtype=self._dtype), a.kv_heads)
+        out, mass = self._found or self._merged(self._dtype, self._attention.kv_heads)
+        self._rows = self._run = self._found = None
+        return out, None if mass is None else self._joined(mass)
 
     def part(self) -> Part:
         a = self._attention
         num_heads = a.kv_heads * a.group
         sums = torch.empty(a.rows, num_heads, 2)
         a.sums = sums.data_ptr()
-        out, mass = self._merged(torch.empty(a.rows, a.out_stride), num_heads)
-        a.sums = None
+        out, mass = self._merged(torch.float32, num_heads)
+        a.sums = self._rows = self._run = None
         top, total = sums.unbind(-1)
+        mass = None if mass is None else self._joined(mass)
         return Part(out.unflatten(1, (num_heads, -1)), top * log(2) + total.log(), mass)
 
-    def _merged(self, out: Tensor, num_heads: int) -> tuple[Tensor, Tensor | None]:
-        """Merge the spans into `out`. Returns `out`, and the masses of `num_heads` heads, if there are any."""
+    def _merged(self, dtype: torch.dtype, num_heads: int) -> tuple[Tensor, Tensor | None]:
+        """The spans, merged, [T, H * D], and the masses by part of a chunk of `num_heads` heads, if there are any."""
         assert self._rows is not None
+        found = self._room_for(dtype, num_heads)
+        self._library.merge_runs(self._code, ctypes.byref(self._attention), torch.get_num_threads())
+        return found
+
+    def _room_for(self, dtype: torch.dtype, num_heads: int) -> tuple[Tensor, Tensor | None]:
+        """Memory for the same, which the kernels fill."""
         a = self._attention
+        out = torch.empty(a.rows, a.out_stride, dtype=dtype)
         mass = torch.empty(a.rows, num_heads, a.slots * a.chunks) if a.chunks else None
         a.out, a.mass = out.data_ptr(), None if mass is None else mass.data_ptr()
-        self._library.merge_runs(self._code, ctypes.byref(a), torch.get_num_threads())
-        self._rows = self._run = None
-        return out, None if mass is None else self._joined(mass)
+        return out, mass
 
     def _take(self, run: Run) -> None:
         """Have `run` in the form that the kernels take."""

@@ -116,7 +116,7 @@ class FullCache(PagedPart):
         qkv, writes = in_turn(q, k, v, self.shape.num_kv_heads)
         if self._phase == "decode":
             rows = self._places.rows(0, qkv, self.scorings[layer])
-            return self._decode(layer, replace(rows, moving=self._is_whole), writes=writes)
+            return self._decode(layer, replace(rows, moving=True) if self._is_whole else rows, writes=writes)
         (q, keys), values = self.scorings[layer].rotated(*qkv[:2], start), qkv[2]
         block = self._prefill.block(q, start, self.scorings[layer])
         access, tokens, held = self.pages.access["prefill"], self.shape.tokens, self.reads[layer]

@@ -15,7 +15,7 @@ from offload.config.model import ModelConfig
 from offload.kernels.experts import ExpertHomes
 from offload.kernels.experts_cpu import MixtureCalls
 from offload.kernels.norms import NormWeights, add_normed, normed_heads
-from offload.kernels.products import Step, Steps, norm_heads, room_to_widen
+from offload.kernels.products import HeadNorms, Step, Steps, room_to_widen
 from offload.kernels.streams import inject
 from offload.model.heads import gated_heads, index_rows, normed_over_ranks, norms_over_ranks
 from offload.model.latent import in_halves, values_of
@@ -51,7 +51,15 @@ class _OpenHeads:
     attention: Attention
 
 
-_Step = Steps | Attend | _OpenHeads | Recur | MixtureCalls | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
+@dataclass(frozen=True)
+class _Attention:
+    """An attention, with the norms of the room's heads before it, or of its latent rows."""
+
+    step: Attend
+    norms: HeadNorms
+
+
+_Step = Steps | _Attention | _OpenHeads | Recur | MixtureCalls | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
 _Prepared = Sequence[_Step]
 
 
@@ -98,11 +106,11 @@ class NativeLayers:
                     mixed = None
                 case MixtureCalls():
                     step.run(num_rows)
-                case Attend():
-                    if step.attention.latent is None:
+                case _Attention():
+                    if step.step.attention.latent is None:
                         mixed = self._attended(layer, step, room, num_rows, caches)
                     else:
-                        self._attend_latent(layer, step, step.attention.latent, room, num_rows, caches)
+                        self._attend_latent(layer, step, step.step.attention.latent, room, num_rows, caches)
                 case Recur():
                     rows = room.qkv if step.read == "qkv" else self._operands[step.read]
                     mixed = caches.recur(layer, room.widened(step, rows[:num_rows]), step.weights)
@@ -170,7 +178,9 @@ class NativeLayers:
                     products += native
                     continue
                 before, after = room.mixer_steps(step, weights)
-                own = self._mixture(layer, step) if isinstance(step, Mix) else step
+                own: object = self._mixture(layer, step) if isinstance(step, Mix) else step
+                if isinstance(step, Attend):
+                    own = _Attention(step, HeadNorms(self._kernels, self._head_norms(step, room)))
                 found += [*self._call([*products, *before]), own]  # type: ignore[list-item]
                 if isinstance(step, Attend) and step.attention.latent is not None and step.attention.gate:
                     found += [*self._call(after), _OpenHeads(step.attention)]
@@ -200,8 +210,20 @@ class NativeLayers:
             return []
         return [Step(own[step.read], None, None, own["x"], step.norm, "add", step.factor)]
 
-    def _attended(self, layer: int, step: Attend, room: Room, num_rows: int, caches: MixRows) -> Tensor:
+    def _head_norms(self, step: Attend, room: Room) -> list[tuple[Tensor, NormWeights]]:
+        """The parts of the room's rows whose heads the kernels norm, and their norms."""
+        attention, weights = step.attention, step.weights
+        if attention.latent is not None:
+            assert weights.k_norm is not None
+            return [(room.qkv.split(attention.parts, 1)[1][:, : attention.latent.rank], weights.k_norm)]
+        own = not norms_over_ranks(self._config, self._sums) and not attention.weighs_heads
+        norms = (weights.q_norm, weights.k_norm) if own else (None, None)
+        parts = zip(room.views(self._most)[0], (*norms, weights.v_norm), strict=False)
+        return [(part, norm) for part, norm in parts if norm is not None]
+
+    def _attended(self, layer: int, prepared: _Attention, room: Room, num_rows: int, caches: MixRows) -> Tensor:
         """The attention's output [T, H * D]. Heads are normed in place, in the room."""
+        step = prepared.step
         attention, weights = step.attention, step.weights
         rows, heads, gate, index = room.views(num_rows)
         if attention.values_are_keys and not attention.shares:
@@ -209,14 +231,11 @@ class NativeLayers:
         if norms_over_ranks(self._config, self._sums):
             for part, normed in zip(rows, normed_over_ranks(rows[0], rows[1], weights, self._sums), strict=False):
                 part.copy_(normed)
-        else:
+        elif attention.weighs_heads:
             for part, norm in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
-                if norm is not None and attention.weighs_heads:
+                if norm is not None:
                     part.copy_(normed_heads(part, norm, attention.head_dim))
-                elif norm is not None:
-                    norm_heads(self._kernels, part, norm)
-        if weights.v_norm is not None:
-            norm_heads(self._kernels, rows[2], weights.v_norm)
+        prepared.norms.run(num_rows)
         q, *own = heads
         k, v = own or (None, None)
         if attention.indexer is None:
@@ -228,13 +247,12 @@ class NativeLayers:
         return attended if gate is None else gated_heads(attention, attended, gate)
 
     def _attend_latent(
-        self, layer: int, step: Attend, latent: Latent, room: Room, num_rows: int, caches: MixRows
+        self, layer: int, prepared: _Attention, latent: Latent, room: Room, num_rows: int, caches: MixRows
     ) -> None:
         """Latent attention between two steps, from and to the room's buffers."""
-        norm, heads = step.weights.k_norm, step.attention.num_heads
-        assert norm is not None
-        low = room.qkv[:num_rows].split(step.attention.parts, 1)[1]
-        norm_heads(self._kernels, low[:, : latent.rank], norm)
+        attention = prepared.step.attention
+        heads, low = attention.num_heads, room.qkv[:num_rows].split(attention.parts, 1)[1]
+        prepared.norms.run(num_rows)
         plain, rotated = (rows[:num_rows].unflatten(1, (heads, -1)) for rows in (room.absorbed, room.queries))
         q = in_halves(rotated[..., latent.plain :], plain)
         held = in_halves(low[:, latent.rank :], low[:, : latent.rank])[:, None]

@@ -433,15 +433,33 @@ void merge_one(const Attention& a, int64_t t, int64_t head, int64_t begin, int64
     }
 }
 
-// The runs' spans -> partials, at their slots.
+// All slots of one KV head's rows -> out and mass: the items of a merge. Masses of a KV head are sums over its query
+// heads, which one thread then merges.
+struct Merge {
+    int64_t parts, heads, items;
+
+    explicit Merge(const Attention& a)
+        : parts(a.mass && !a.sums ? 1 : a.group), heads(a.group / parts), items(a.rows * a.kv_heads * parts) {}
+
+    template <class E>
+    void run(const Attention& a, int64_t item) const {
+        const int64_t begin = item % parts * heads, of_kv_heads = item / parts;
+        merge_one<E>(a, of_kv_heads / a.kv_heads, of_kv_heads % a.kv_heads, begin, begin + heads);
+    }
+};
+
+// The runs' spans -> partials, at their slots. is_last: all other runs have their partials, and are merged with these.
 template <class E>
-void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, int64_t room, int64_t how_many) {
+void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, int64_t room, bool is_last,
+            int64_t how_many) {
     struct Place {  // how far a thread has come: its items ascend
         int64_t before = 0, run = 0;
     };
-    int64_t items = 0;
-    for (int64_t i = 0; i < count; i++) items += runs[i].spans() * a.kv_heads;
-    threads::in_phases<Place>(how_many, &items, 1, [&](int, int64_t item, Place& at, int thread) {
+    const Merge merge(a);
+    int64_t counts[] = {0, merge.items};
+    for (int64_t i = 0; i < count; i++) counts[0] += runs[i].spans() * a.kv_heads;
+    threads::in_phases<Place>(how_many, counts, 1 + is_last, [&](int phase, int64_t item, Place& at, int thread) {
+        if (phase == 1) return merge.run<E>(a, item);
         for (; item - at.before >= runs[at.run].spans() * a.kv_heads; at.run++)
             at.before += runs[at.run].spans() * a.kv_heads;
         const int64_t span = (item - at.before) / a.kv_heads, head = (item - at.before) % a.kv_heads;
@@ -452,14 +470,11 @@ void attend(const Attention& a, const Run* runs, int64_t count, float* scratch, 
     });
 }
 
-// All slots -> out and mass. Masses of a KV head are sums over its query heads, which one thread then merges.
+// All slots -> out and mass.
 template <class E>
 void merge(const Attention& a, int64_t how_many) {
-    const int64_t parts = a.mass && !a.sums ? 1 : a.group, heads = a.group / parts;
-    threads::each(how_many, a.rows * a.kv_heads * parts, [&](int64_t item) {
-        const int64_t begin = item % parts * heads, of_kv_heads = item / parts;
-        merge_one<E>(a, of_kv_heads / a.kv_heads, of_kv_heads % a.kv_heads, begin, begin + heads);
-    });
+    const Merge all(a);
+    threads::each(how_many, all.items, [&](int64_t item) { all.run<E>(a, item); });
 }
 
 // Floats of scratch that a thread needs for spans of at most `count` tokens, so that the next thread's is aligned.

@@ -145,6 +145,12 @@ class Rotation(ctypes.Structure):
     ]
 
 
+class HeadNorm(ctypes.Structure):
+    """A norm of heads, see rotation.h."""
+
+    _fields_ = [*_pointers("x", "norm"), *_integers("fp32", "heads", "dim", "stride"), ("epsilon", c_double)]
+
+
 class Experts(ctypes.Structure):
     """A mixture of experts, see experts.h."""
 
@@ -202,9 +208,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "restore_kv": (None, [c_void_p, c_int64, POINTER(PageShape), c_int64, c_int64]),
     "widened_room": (c_int64, [c_int64, c_int64]),
     "append_rows": (None, [c_int64, POINTER(Rotation)]),
-    "norm_heads": (None, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64, c_double]),
+    "norm_heads": (None, [c_int64, POINTER(HeadNorm), c_int64, c_int64]),
     "scratch_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
-    "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64]),
+    "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64, c_int64]),
     "chosen_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
     "attend_chosen": (None, [c_int64, POINTER(Attention), POINTER(Chosen), c_void_p, c_int64, c_int64]),
     "fetch_blocks": (None, [c_int64, POINTER(Fetching), c_int64]),
@@ -214,6 +220,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "run_delta": (None, [c_int64, POINTER(Delta), c_int64]),
     "run_convolution": (None, [c_int64, POINTER(Convolution), c_int64]),
     "route": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
+    "run_mixture": (None, [c_int64, POINTER(Experts), c_int64, c_int64]),
     "run_experts": (None, [c_int64, POINTER(Experts), c_int64]),
     "arrange_share": (c_int64, [POINTER(Experts), c_int64]),
     "gather_share": (None, [c_int64, POINTER(Experts), c_int64, c_void_p, c_int64]),

@@ -25,7 +25,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Its thousands change with every change of a structure or a function below, and of a row of stored_forms.h.
-KERNEL int abi() { return 42000 + stored::NUM_FORMS; }
+KERNEL int abi() { return 43000 + stored::NUM_FORMS; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -132,8 +132,8 @@ KERNEL int64_t scratch_room(Dtype dtype, int64_t dim, int64_t folded, int64_t co
 }
 
 KERNEL void attend_runs(Dtype dtype, const Attention* a, const Run* runs, int64_t count, float* scratch, int64_t room,
-                        int64_t how_many) {
-    with(dtype, [&]<class E>() { attention::attend<E>(*a, runs, count, scratch, room, how_many); });
+                        int64_t is_last, int64_t how_many) {
+    with(dtype, [&]<class E>() { attention::attend<E>(*a, runs, count, scratch, room, is_last != 0, how_many); });
 }
 
 KERNEL int64_t chosen_room(Dtype dtype, int64_t dim, int64_t group, int64_t span, int64_t joined) {
@@ -163,9 +163,8 @@ KERNEL void append_rows(Dtype dtype, const Rotation* r) {
     with(dtype, [&]<class E>() { rotation::append_rows<E>(*r); });
 }
 
-KERNEL void norm_heads(Dtype dtype, void* x, const void* norm, int64_t fp32, int64_t rows, int64_t heads, int64_t dim,
-                       int64_t stride, double epsilon) {
-    with(dtype, [&]<class E>() { rotation::norm_heads<E>(x, norm, fp32, rows, heads, dim, stride, float(epsilon)); });
+KERNEL void norm_heads(Dtype dtype, const HeadNorm* parts, int64_t count, int64_t rows) {
+    with(dtype, [&]<class E>() { rotation::norm_heads<E>(parts, count, rows); });
 }
 
 KERNEL int64_t delta_room(const Delta* d) { return delta::room(*d); }
@@ -184,6 +183,15 @@ KERNEL void route(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many)
 
 KERNEL void run_experts(Dtype dtype, const Experts* e, int64_t how_many) {
     with(dtype, [&]<class E>() { experts::run<E>(*e, how_many); });
+}
+
+// The same of a mixture whose experts are all in one bank.
+KERNEL void run_mixture(Dtype dtype, const Experts* e, int64_t rows, int64_t how_many) {
+    with(dtype, [&]<class E>() {
+        experts::route<E>(*e, rows, how_many);
+        experts::run<E>(*e, how_many);
+        experts::sum<E>(*e, rows, how_many);
+    });
 }
 
 KERNEL int64_t arrange_share(const Experts* e, int64_t rows) { return experts::arrange_share(*e, rows); }

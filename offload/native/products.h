@@ -110,9 +110,11 @@ template <class E, class Read>
 INLINE f32 of_norm(const Product& p, const void* vector, int first, int step, Read&& read) {
     if (!vector) return f32{};
     if (!p.norm_fp32) return read(static_cast<const typename E::element*>(vector));
+    auto from = static_cast<const float*>(vector) + first;
+    if (step == 1 && first + W <= p.inputs) return load<f32>(from);
     f32 found = {};
     for (int i = 0; i < W; i++)
-        if (const int at = first + i * step; at < p.inputs) found[i] = static_cast<const float*>(vector)[at];
+        if (first + i * step < p.inputs) found[i] = from[i * step];
     return found;
 }
 

@@ -28,6 +28,15 @@ struct Rotation {
     int64_t position, last, index;
 };
 
+// The norm of x [rows, heads, D], in rows of `stride` elements: each head's part by itself. fp32: the norm's weights
+// [D] are, else of the dtype.
+struct HeadNorm {
+    void* x;
+    const void* norm;
+    int64_t fp32, heads, dim, stride;
+    double epsilon;
+};
+
 namespace rotation {
 
 template <class E>
@@ -108,22 +117,36 @@ void append_rows(const Rotation& r) {
     }
 }
 
-// x [rows, heads, D] in rows of `stride` elements: each head's part is normed in place. fp32: the norm is, else of the
-// dtype.
-template <class E>
-void norm_heads(void* x, const void* norm, bool fp32, int64_t rows, int64_t heads, int64_t dim, int64_t stride,
-                float epsilon) {
-    using element = typename E::element;
+// SOME heads, one after the other, normed in place. A head's sum is one chain: several run at once.
+template <class E, int SOME>
+void norm_some(const HeadNorm& n, typename E::element* x) {
+    const int64_t dim = n.dim;
     auto weight = [&](int64_t d) {
-        return fp32 ? static_cast<const float*>(norm)[d] : E::widen_one(static_cast<const element*>(norm)[d]);
+        return n.fp32 ? static_cast<const float*>(n.norm)[d]
+                      : E::widen_one(static_cast<const typename E::element*>(n.norm)[d]);
     };
-    for (int64_t i = 0; i < rows * heads; i++) {
-        auto own = static_cast<element*>(x) + i / heads * stride + i % heads * dim;
-        float squares = 0;
-        for (int64_t d = 0; d < dim; d++) squares += E::widen_one(own[d]) * E::widen_one(own[d]);
-        const float scale = 1.0f / __builtin_sqrtf(squares / float(dim) + epsilon);
-        for (int64_t d = 0; d < dim; d++) own[d] = E::round_one(E::widen_one(own[d]) * scale * weight(d));
+    float squares[SOME] = {};
+    for (int64_t d = 0; d < dim; d++)
+#pragma unroll
+        for (int i = 0; i < SOME; i++) squares[i] += E::widen_one(x[i * dim + d]) * E::widen_one(x[i * dim + d]);
+    for (int i = 0; i < SOME; i++) {
+        const float scale = 1.0f / __builtin_sqrtf(squares[i] / float(dim) + float(n.epsilon));
+        for (int64_t d = 0; d < dim; d++)
+            x[i * dim + d] = E::round_one(E::widen_one(x[i * dim + d]) * scale * weight(d));
     }
+}
+
+// Each head of `rows` rows of all parts.
+template <class E>
+void norm_heads(const HeadNorm* parts, int64_t count, int64_t rows) {
+    constexpr int SOME = 4;
+    for (const HeadNorm* n = parts; n < parts + count; n++)
+        for (int64_t row = 0; row < rows; row++) {
+            auto x = static_cast<typename E::element*>(n->x) + row * n->stride;
+            int64_t head = 0;
+            for (; head + SOME <= n->heads; head += SOME) norm_some<E, SOME>(*n, x + head * n->dim);
+            for (; head < n->heads; head++) norm_some<E, 1>(*n, x + head * n->dim);
+        }
 }
 
 }  // namespace rotation

@@ -23,6 +23,10 @@ struct Steps {
             const eight of_groups = load<eight>(scales.steps);
             store(steps, of_groups), least[0] = of_groups * float(centre(KIND)) - load<eight>(scales.least);
         } else if constexpr (groups_of_block(KIND) == 1) {
+            if constexpr (W == 16 && COUNT == GROUPS && has_scale(KIND, "F16") && !has_least(KIND)) {
+                store(steps, floats(words_of(at, 0), words_of(at, 4)));
+                return;
+            }
             uint32_t __attribute__((vector_size(32))) heads = {};
 #pragma unroll
             for (int g = 0; g < COUNT; g++) heads[g] = read<uint32_t>(at + g * form(KIND).nbytes);
@@ -45,6 +49,18 @@ struct Steps {
     }
 
   private:
+    // Four blocks' scales from block g on, put together without a vector's shuffles, which codes need.
+    INLINE static uint64_t words_of(const uint8_t* at, int g) {
+        const auto word = [&](int i) { return uint64_t(read<uint16_t>(at + (g + i) * form(KIND).nbytes)) << 16 * i; };
+        return word(0) | word(1) | (word(2) | word(3));
+    }
+
+    INLINE static eight floats(uint64_t first, uint64_t second) {
+        using numbers = _Float16 __attribute__((vector_size(16)));
+        using words = uint64_t __attribute__((vector_size(16)));
+        return __builtin_convertvector((numbers)words{first, second}, eight);
+    }
+
     template <class Integers>
     INLINE static eight floats(Integers halves) {
         using integers = uint16_t __attribute__((vector_size(16)));

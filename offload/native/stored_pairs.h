@@ -230,8 +230,8 @@ struct Pairs {
 
     INLINE f32 add(f32 acc, const Rows& rows, int row, int first) const {
         const uint16_t* x = rows.halves(row) + first;
-        const __m512 part = _mm512_dpbf16_ps(__m512{}, load<__m512bh>(x), even);
-        return fma((f32)_mm512_dpbf16_ps(part, load<__m512bh>(x + PAIR / 2), odd), step, acc);
+        const __m512 part = _mm512_dpbf16_ps(__m512{}, even, load<__m512bh>(x));  // in this order x needs no register
+        return fma((f32)_mm512_dpbf16_ps(part, odd, load<__m512bh>(x + PAIR / 2)), step, acc);
     }
 
   private:

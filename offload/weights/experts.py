@@ -38,14 +38,14 @@ class ResidentExperts:
 
     def __init__(self, bank: Bank) -> None:
         self.bank = bank
-        self._places = torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device)
+        self.whole = Batch(bank, torch.arange(len(bank.places), dtype=torch.int32, device=bank.content.device))
 
     def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
         """See `ExpertHomes`. All experts are there."""
 
     def batches(self, chosen: Tensor) -> Iterator[Batch]:
         """See `ExpertHomes`. All experts are in one batch."""
-        yield Batch(self.bank, self._places)
+        yield self.whole
 
 
 class HostExperts:
@@ -59,6 +59,7 @@ class HostExperts:
     ) -> None:
         """own: with their bank on the host. room: of passes; None: the same as that of `in_prefill`."""
         self.bank, self.own, self.in_prefill, self.room = own.bank, own, in_prefill, room or in_prefill.room
+        self.whole = own.whole
 
     def ahead(self, then: ExpertHomes | None = None, *, is_last: bool = True, busy: int = 0) -> None:
         self.own.ahead(then, is_last=is_last, busy=busy)

@@ -25,6 +25,8 @@ class PrefillExperts:
         self._then: ExpertHomes | None = None
         self._is_last = True
 
+    whole: Batch | None = None
+
     @property
     def bank(self) -> Bank:
         return self.staged.bank

@@ -74,6 +74,8 @@ class StreamedExperts:
     are. A layer has slots of its own for passes, since layers come in turns: where a pass wants more than all slots
     hold, slots that layers shared would have lost every expert when its layer comes again."""
 
+    whole: Batch | None = None
+
     def __init__(
         self,
         homes: Homes,

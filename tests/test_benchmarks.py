@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from gguf.quants import quantize
+from transformers import DynamicCache
 
 from kit.fake_peers import fake_environment
 from kit.families import save_tiny
@@ -37,6 +38,7 @@ from gguf_file import metadata, store_with, vocabulary
 from mixtures import kind_of
 from relay import Relay
 from report import lines, read
+from resident import Mixture, Rounds, in_slots
 from routing import Choices, hits_apart, measured
 from server import Server
 
@@ -559,3 +561,38 @@ def test_routing_counts_the_hits_of_the_program_s_slots(slots: int) -> None:
         stats = sum((each.stats for each in given), start=ExpertStats())
     counted = hits_apart(wanted, NUM_LAYERS * slots)
     assert (counted.hits, counted.misses) == (stats.hits, stats.misses)
+
+
+def test_drafts_by_the_experts_in_slots_are_verified_by_all(run: Run, tmp_path: Path) -> None:
+    """Of a random mixture. That drafts of all experts are always accepted, it checks itself."""
+    model = save_tiny("qwen3_moe", tmp_path / "model", tokenizer=True, vocab_size=TOKENIZER_SIZE, norm_topk_prob=True)
+    (text := tmp_path / "some.txt").write_text("".join(f"Truth {n * n} is acknowledged. " for n in range(40)))
+    args = ("--texts", str(text), "--stretches", "2", "--length", "32")
+    written, table = run("resident.py", "--model", str(model), *args)
+    _, runs = read(written)
+    shares, ways = (0.2, 0.4, 0.6, 0.8), ("renormalised", "dropped", "whole")
+    assert [(each["share"], each["way"]) for each in runs] == [(share, way) for share in shares for way in ways]
+    for each in runs:
+        assert each["misses"] == sorted(each["misses"])
+        assert (each["accepted"] == [1, 1, 1, 1]) == (each["way"] == "whole")
+        assert each["of plain"][0] == 1
+    few, *_, many = (each["misses"] for each in runs if each["way"] == "whole")
+    assert all(miss > other for miss, other in zip(few, many, strict=True))
+    assert "of plain" in table
+
+
+def test_rounds_over_a_stretch_are_passes_over_its_tokens(tmp_path: Path) -> None:
+    mixture = Mixture(save_tiny("qwen3_moe", tmp_path / "model", norm_topk_prob=True))
+    tokens, cache, _ = mixture.read([*range(3, 23)])
+    rounds = Rounds(mixture, cache, starts := torch.tensor([4, 9, 16]))
+    for number in range(3):
+        found, chosen = rounds.run(tokens[starts + number], number, None)
+        for own, experts, end in zip(found, chosen, (starts + number + 1).tolist(), strict=True):
+            probs, every = mixture.run(tokens[None, :end], None, DynamicCache())
+            torch.testing.assert_close(own, probs[0])
+            assert torch.equal(experts, every[-1])
+
+
+def test_slots_hold_the_experts_that_were_used_last() -> None:
+    held = in_slots(torch.tensor([0, 1, 2, 1, 3, 0]).view(-1, 1, 1), experts=5, slots=2)
+    assert [row.nonzero()[:, 0].tolist() for row in held[2:, 0]] == [[0, 1], [1, 2], [1, 2], [1, 3]]

@@ -32,7 +32,7 @@ def mean_of(x: Tensor, weights: StreamWeights, multiply: Multiply) -> Read:
     mixes = sigmoid(multiply(inner, weights.up).float()).to(dtype)
     first, *others = (mixes * normed).unflatten(1, (streams.count, -1)).float().unbind(1)
     for each in others:
-        first = first + each
+        first += each
     return Read((first / streams.count).to(dtype), 2 * sigmoid(low[:, streams.rank :].float()).to(dtype))
 
 

@@ -33,7 +33,7 @@ def mean(mixes: Tensor, rows: Tensor, count: int) -> Tensor:
     streams = mixed.unflatten(1, (count, -1)).float().unbind(1)
     total: Tensor = streams[0]
     for each in streams[1:]:
-        total = total + each
+        total += each
     return (total / count).to(rows.dtype)
 
 

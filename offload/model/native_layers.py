@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from offload.model.layer import (
     Gate,
     Inject,
     Join,
+    LayerStep,
     Mean,
     Mix,
     MixRows,
@@ -42,6 +43,25 @@ from offload.model.sums import OneRank, Sums
 from offload.native.interface import Library
 from offload.weights.layout import LayerWeights
 from offload.weights.linear import Linear
+from offload.weights.streams import StreamWeights
+
+
+class _MeanCalls:
+    """A mean over streams whose two products are prepared."""
+
+    def __init__(self, weights: StreamWeights, kernels: Library, rows: Mapping[str, Tensor], widened: Tensor) -> None:
+        """rows: that all means share, read and written by each product. widened: see `Steps`."""
+        self.weights, self._found = weights, dict[int, tuple[Tensor, Steps, Tensor]]()
+        for linear, read, written in ((weights.low, "normed", "low"), (weights.up, "inner", "mixes")):
+            x, out = rows[read], rows[written]
+            self._found[id(linear)] = x, Steps(kernels, product_steps(x, linear, out), widened), out
+
+    def multiply(self, x: Tensor, linear: Linear) -> Tensor:
+        """The product of one of the two matrices, until the next product of a mean."""
+        own, steps, out = self._found[id(linear)]
+        own[: len(x)] = x
+        steps.run(len(x))
+        return out[: len(x)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,9 @@ class _Attention:
     norms: HeadNorms
 
 
-_Step = Steps | _Attention | _OpenHeads | Recur | MixtureCalls | Join | Add | Mean | Inject | AddNGrams | Gate | Scale
+_Step = (
+    Steps | _Attention | _OpenHeads | Recur | MixtureCalls | Join | Add | _MeanCalls | Inject | AddNGrams | Gate | Scale
+)  # fmt: skip
 _Prepared = Sequence[_Step]
 
 
@@ -122,8 +144,8 @@ class NativeLayers:
                 case Add():
                     part = self._operands[step.read][:num_rows]
                     add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
-                case Mean():
-                    read = mean_of(x, step.weights, self.multiply)
+                case _MeanCalls():
+                    read = mean_of(x, step.weights, step.multiply)
                     self._operands["read"][:num_rows] = read.rows
                     self._operands["factors"][:num_rows] = read.factors
                 case Inject():
@@ -166,6 +188,10 @@ class NativeLayers:
         widest = max(*widths.values(), *mixers)
         self._widened = room_to_widen(most, widest)
         self._layers.clear()
+        wide, streams = self._config.row_size, self._config.streams
+        rank = 0 if streams is None else streams.rank
+        of_means = {"normed": wide, "low": rank + count, "inner": rank, "mixes": wide} if count else {}
+        self._of_means = {name: torch.empty(most, width, dtype=self._dtype) for name, width in of_means.items()}
         self._rooms = rooms(self._config, most, self._dtype)
 
     def _prepared(self, layer: int, weights: LayerWeights, room: Room) -> _Prepared:
@@ -178,9 +204,7 @@ class NativeLayers:
                     products += native
                     continue
                 before, after = room.mixer_steps(step, weights)
-                own: object = self._mixture(layer, step) if isinstance(step, Mix) else step
-                if isinstance(step, Attend):
-                    own = _Attention(step, HeadNorms(self._kernels, self._head_norms(step, room)))
+                own = self._own(layer, step, room)
                 found += [*self._call([*products, *before]), own]  # type: ignore[list-item]
                 if isinstance(step, Attend) and step.attention.latent is not None and step.attention.gate:
                     found += [*self._call(after), _OpenHeads(step.attention)]
@@ -191,6 +215,18 @@ class NativeLayers:
 
     def _call(self, products: list[Step]) -> list[Steps]:
         return [Steps(self._kernels, products, self._widened)] if products else []
+
+    def _own(self, layer: int, step: LayerStep, room: Room) -> _Step | Product:
+        """A step that is no product, with calls prepared."""
+        match step:
+            case Attend():
+                return _Attention(step, HeadNorms(self._kernels, self._head_norms(step, room)))
+            case Mix():
+                return self._mixture(layer, step)
+            case Mean():
+                return _MeanCalls(step.weights, self._kernels, self._of_means, self._widened)
+            case _:
+                return step
 
     def _mixture(self, layer: int, step: Mix) -> MixtureCalls:
         homes, own = self._experts[layer], self._operands

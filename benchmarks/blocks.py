@@ -1,0 +1,146 @@
+"""Blocks of keys and values that rows of a text choose, and those of them that slots have.
+
+usage: python benchmarks/blocks.py [--length 4096] [--tokens 256] [--budget 512] [--rows 1,4,8] [--layers 12]
+
+A small model of Qwen3.8-Flash-Next's form over **random weights** reads a novel (texts.py) by the demo model's
+tokenizer, and then goes on with the novel's own tokens in passes of some rows, keys and values on the host. A quarter
+of its layers grow, whose rows choose blocks of 4 tokens. Slots: the fewest that a plan gives, twice as many, and as
+many as there are blocks. hits: the share of blocks, of those that the rows of a pass chose together, that crossed no
+link. bytes: that crossed for a token, and over those of the blocks that were missing, both counted.
+"""
+
+from __future__ import annotations
+
+import offload  # noqa: F401  # isort: skip  # before torch, which reads its threads' wait policy once
+
+import argparse
+from pathlib import Path
+
+import texts
+import torch
+from indexed import SIZES, made
+from report import about, emit, say
+from torch import Tensor
+
+from offload.config.config_json import config_of
+from offload.engine.engine import load_tokenizer
+from offload.kernels.cpu import kernels, of_model
+from offload.kernels.rope import scorings
+from offload.kv.block_cache import BlockCache
+from offload.kv.block_index import BlockIndex
+from offload.kv.checkpoints import Checkpoints
+from offload.kv.indexed import IndexedCache
+from offload.kv.layer_states import LayerStates
+from offload.kv.mixed import MixedCache
+from offload.kv.states import StateCache
+from offload.model.decoder import Decoder
+from offload.model.level import Level
+from offload.model.passes import forward
+from offload.pages.storage import Offload
+from offload.pages.tiles import TileShape
+from offload.plan.options import PAGE_TOKENS
+from offload.transfer.arena import Arena
+from offload.transfer.hidden_rows import ResidentRows
+from offload.transfer.link import PacedLink
+from offload.transfer.memory import Memory
+
+DTYPE, HELD, BLOCK, SPAN = torch.bfloat16, 72, 256, 32
+TOKENIZER = Path(__file__).parents[1] / "triforce_cli" / "models" / "demo-target"
+SMALL: dict[str, object] = {
+    "hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "hc_lowrank": 64,
+    "indexer_head_dim": 64,
+}  # fmt: skip
+
+
+class CountedBlocks(BlockCache):
+    """Slots that count. chosen: blocks that a pass's rows chose together, of all passes. missing: those of them that
+    were in no slot."""
+
+    chosen = missing = 0
+
+    def slots(self, layer: int, blocks: Tensor, start: int) -> Tensor:
+        old = blocks[blocks * self.size < start]
+        self.chosen += len(old)
+        self.missing += int((self._slots[layer][old] < 0).sum())
+        return super().slots(layer, blocks, start)
+
+
+def cache_of(decoder: Decoder, capacity: int, slots: int, link: PacedLink) -> tuple[MixedCache, CountedBlocks]:
+    """An empty cache with its keys and values on the host, and its slots."""
+    config, device = decoder.config, torch.device("cpu")
+    memory, own, indexer, states = Memory(device), of_model(device, config), config.indexer, config.recurrence
+    assert indexer is not None
+    assert states is not None
+    found = scorings(config, capacity, capacity, "cpu", DTYPE)
+    of_layers = [found[config.attending.index(layer)] for layer in config.growing]
+    index = BlockIndex(memory, indexer, scorings=of_layers, dtype=DTYPE, page_tokens=PAGE_TOKENS)
+    shape = TileShape(config.num_kv_heads, config.head_dim, PAGE_TOKENS, 1, DTYPE)
+    away = Offload(link, num_resident=0, num_staging=2, by_blocks=True)
+    num_layers = len(of_layers)
+    full = IndexedCache(
+        memory,
+        shape,
+        index=index,
+        block_slots=slots,
+        num_layers=num_layers,
+        scorings=of_layers,
+        kernels=own,
+        offload=away,
+    )
+    assert full.blocks is not None
+    full.blocks.release()
+    full.blocks = counted = CountedBlocks(memory, full, indexer.ratio, slots, own)
+    count = len(config.stateful)
+    layers = LayerStates(memory, states, num_layers=count, rows=HELD, dtype=DTYPE, kernels=own)
+    kept = Checkpoints(memory, states, num_layers=count, dtype=DTYPE, most=2)
+    kept_states = StateCache(layers, kept, weights=lambda: ())  # no session is saved
+    return MixedCache(config, full, None, kept_states, drafts=False), counted
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--rows", default="1,4,8")
+    parser.add_argument("--layers", type=int, default=12, help="a multiple of 4")
+    args = parser.parse_args()
+    if not kernels().usable:
+        parser.error(kernels().reason)
+    tokenizer, total = load_tokenizer(TOKENIZER, None), args.length + args.tokens
+    tokens = texts.prompt("continue", tokenizer, total + total // 9)[:total]
+    sizes = {"num_hidden_layers": args.layers, "indexer_budget": args.budget, "vocab_size": max(tokens) + 1}
+    torch.manual_seed(0)
+    decoder = made(config_of(SIZES | SMALL | sizes))
+    config, capacity = decoder.config, total + 2 * PAGE_TOKENS
+    least = -(-(args.budget // 4 + 3) // SPAN) * SPAN
+    measured = list[dict[str, float]]()
+    for slots in (least, 2 * least, -(-capacity // 4 // SPAN) * SPAN):
+        for rows in map(int, args.rows.split(",")):
+            link = PacedLink(None, overlap=False)
+            cache, blocks = cache_of(decoder, capacity, slots, link)
+            room = ResidentRows(Arena(Memory(torch.device("cpu"))), config.row_size, DTYPE, block=BLOCK)
+            decoder.prefill(cache, tokens[: args.length], room)
+            level, before = Level("target", decoder, cache, vocab_size=config.vocab_size), link.stats
+            for start in range(args.length, total, rows):
+                forward(level, tokens[start : start + rows], min(rows, total - start))
+            crossed = (link.stats - before).bytes_to_device
+            of_block = 2 * config.num_kv_heads * 4 * config.head_dim * DTYPE.itemsize
+            measured.append({
+                "slots": slots, "rows": rows, "hits": 1 - blocks.missing / blocks.chosen,
+                "bytes_of_token": crossed / args.tokens, "of_needed": crossed / max(blocks.missing * of_block, 1),
+            })  # fmt: skip
+            say(str(measured[-1]))
+    lines = [
+        [f"{each['slots']}", f"{each['rows']}", f"{each['hits']:.3f}", f"{each['bytes_of_token'] / 1e3:.0f}",
+         f"{each['of_needed']:.3f}"] for each in measured
+    ]  # fmt: skip
+    title = f"blocks chosen over {total} tokens of a novel, random weights"
+    emit(["slots", "rows", "hits", "kB/token", "of needed"], lines, about(title, 0, kernels=kernels().name), measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -42,6 +42,7 @@ from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
+from offload.kernels.experts import Batch
 from offload.metrics import ExpertStats
 from offload.plan.placement import LEAST_SLOTS
 from offload.plan.planner import Options
@@ -79,13 +80,14 @@ class Recorder:
 
 
 def _note(home: ResidentExperts, found: list[Tensor]) -> None:
-    batches = home.batches
+    """Have the kernels ask for batches, where they would choose and run all in one call, and note what they ask for."""
+    whole = home.whole
 
-    def noted(chosen: Tensor) -> Iterator[Tensor]:
+    def noted(chosen: Tensor) -> Iterator[Batch]:
         found.append(chosen.to(torch.int64, copy=True))  # the kernels write theirs again
-        return batches(chosen)
+        yield whole
 
-    home.batches = noted  # type: ignore[method-assign]
+    home.batches, home.whole = noted, None  # type: ignore[method-assign, assignment]
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,8 @@ class Room:
 
 class ExpertHomes(Protocol):
     """The experts of one layer, wherever they are. bank: where most of their batches are. whole: the one batch that all
-    experts are always in, None where there is none. room: for what the host works
-    with once it knows which experts were chosen; None where it need not know. on_host: whether batches may be in host
-    memory, where the CPU runs them."""
+    experts are always in, None where there is none. room: for what the host works with once it knows which experts were
+    chosen; None where it need not know. on_host: whether batches may be in host memory, where the CPU runs them."""
 
     @property
     def bank(self) -> Bank: ...

@@ -866,6 +866,10 @@ def _would_count(flag: str, config: ModelConfig) -> bool:
         config.experts and config.experts.renormalised and config.experts.scoring == "sigmoid"
     ):
         return config.experts is not None and config.experts.needs_softmax and config.experts.renormalised
+    if flag == "block.scale" and config.streams is not None:
+        return False  # each stream has factors of its own
+    if flag == "window" and config.indexer is not None:
+        return False  # the index chooses what a row attends to
     if flag == "side_by_side" and any(isinstance(each.mixer, NoMixer) for each in config.blocks):
         return False
     if flag == "averaged":

@@ -59,9 +59,7 @@ def gguf_config(header: Header) -> ModelConfig:
         config = _with_one(config)
     if isinstance(config.recurrence, HeadStates):
         config = _with_states(config, header, architecture)
-    if (
-        config.indexer is not None
-    ):  # in two tensors, and what joins a head's rows in one, where folders have it otherwise
+    if config.indexer is not None:  # two tensors, and one that joins a head's rows: folders have one, and two
         config = replace(config, names=replace(config.names, index=_INDEX, next_token=NextTokenNames()))
     if values.has("attn_k_b.weight", config.attending[0]):  # old files have both in one tensor, as folders do
         own = config.names.attention

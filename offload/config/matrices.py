@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload.config.block import Block
 from offload.config.mixers import Attention, DeltaRule, Mixer
+from offload.config.ngrams import OF_NGRAMS
 from offload.formats.encodings import ENCODINGS
 
 BY_HEAD = ("k_b", "v_b")  # of latent attention: heads' matrices one below the other, each for that head's rows
@@ -14,7 +15,6 @@ LOW_RANK = ("gates_b", "times_b")  # of a delta rule
 BESIDE = ("states_in", "states_out")  # of a recurrence beside attention
 # Of the streams, before the mixer and before the network: the matrices of the normed streams, and what follows them.
 STREAMS = ("mixer_low", "mixer_up", "network_low", "network_up")
-OF_NGRAMS = ("ngram_keys", "ngram_values")
 AROUND_EXPERTS, OF_INPUT = ("to_latent", "from_latent"), ("input_gate", "input_out")
 # The last ones few layers have.
 OPERATORS = (

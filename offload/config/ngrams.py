@@ -10,6 +10,8 @@ from itertools import accumulate, islice
 from offload.config.mixers import DilatedConvolution
 from offload.config.norm import Norm
 
+OF_NGRAMS = ("ngram_keys", "ngram_values")  # the matrices of a layer that embeddings are multiplied with
+NGRAM_NORMS = ("ngram_key_norm", "ngram_query_norm", "ngram_norm")  # its norm vectors
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 _LAYER_STEP = 10007  # between the seeds of two such layers
@@ -102,15 +104,13 @@ class NGrams:
     @property
     def products(self) -> Mapping[str, tuple[int, int, str]]:
         """The (outputs, inputs, encoding) of the matrices that embeddings are multiplied with, by name."""
-        return {
-            "ngram_keys": (self.channels, self.width, self.key_encoding),
-            "ngram_values": (self.hidden_size, self.width, self.value_encoding),
-        }
+        keys, values = (self.channels, self.key_encoding), (self.hidden_size, self.value_encoding)
+        return {name: (size, self.width, kind) for name, (size, kind) in zip(OF_NGRAMS, (keys, values), strict=True)}
 
     @property
     def norms(self) -> Mapping[str, tuple[int, Norm]]:
         """The size and the norm of each norm vector, by name."""
-        return dict.fromkeys(("ngram_key_norm", "ngram_query_norm", "ngram_norm"), (self.channels, self.norm))
+        return dict.fromkeys(NGRAM_NORMS, (self.channels, self.norm))
 
 
 def multipliers(seed: int, vocab_size: int, size: int, *, index: int = 0) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from offload.config.mixers import Attention
 from offload.config.norm import Norm
 
 STREAM_NORMS = ("mixer_streams", "network_streams")
-NGRAM_NORMS, NGRAM_TAPS = ("ngram_key_norm", "ngram_query_norm", "ngram_norm"), "ngram_taps"
+NGRAM_TAPS = "ngram_taps"
 INDEX_NORMS = ("index_q_norm", "index_k_norm")
 
 

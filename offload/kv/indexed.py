@@ -62,10 +62,10 @@ class IndexedCache(FullCache):
         start = self._start + self._taken[layer]
         self._taken[layer] += len(q)
         queries, keys = self.index.add(layer, start, index)
-        found = []
+        every, found = Rows(q, k, v, self.scorings[layer], start, start), []
         for first in range(0, len(q), CHOOSING_ROWS):
-            own = slice(first, min(first + CHOOSING_ROWS, len(q)))
-            rows = Rows(q[own], k[own], v[own], self.scorings[layer], start + first, start + first)
+            own = slice(first, first + CHOOSING_ROWS)
+            rows = _some(every, own)
             chosen = self._choice(queries[own], keys, rows.index)
             if self.blocks is not None and self._phase == "decode":
                 found += self._by_blocks(self.blocks, layer, rows, chosen)

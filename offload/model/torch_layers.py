@@ -196,7 +196,7 @@ class TorchLayers:
                 part = operands[step.read]
                 add_normed(x, part if step.is_whole else self._sums.total(part), step.norm, step.factor)
             case Mean():
-                multiply = partial(_multiplied, blocks)
+                multiply = partial(_by_block, blocks)
                 operands["read"], operands["factors"] = mean_of(x, step.weights, multiply, self._kernels.streams)
             case Inject():
                 part = operands[step.part]
@@ -205,7 +205,7 @@ class TorchLayers:
             case AddNGrams():
                 assert given is not None
                 convolve = partial(caches.convolve, layer, weights=step.weights.convolution)
-                add_ngrams(x, step, given, partial(_multiplied, blocks), convolve)
+                add_ngrams(x, step, given, partial(_by_block, blocks), convolve)
             case Gate():
                 assert given is not None
                 operands["gated"] = operands["gated"] * given
@@ -313,10 +313,6 @@ def _widened(step: Recur, rows: Tensor, blocks: Sequence[int] | None) -> Tensor:
     for part, linear in zip(LOW_RANK_PARTS, step.low_rank, strict=True):
         parts[part] = _by_block(blocks, parts[part].contiguous(), linear)
     return torch.cat(parts, 1)
-
-
-def _multiplied(blocks: Sequence[int] | None, x: Tensor, linear: Linear) -> Tensor:
-    return _by_block(blocks, x, linear)
 
 
 def _by_block(blocks: Sequence[int] | None, x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:

@@ -14,8 +14,9 @@ from offload.config.block import BLOCK_NORMS
 from offload.config.matrices import ALIGNMENT, OPERATORS
 from offload.config.mixers import Attention
 from offload.config.model import ModelConfig
+from offload.config.ngrams import NGRAM_NORMS
 from offload.config.norm import Norm
-from offload.config.vectors import INDEX_NORMS, NGRAM_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms, layer_vectors
+from offload.config.vectors import INDEX_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms, layer_vectors
 from offload.formats.encodings import ENCODINGS
 from offload.formats.quantised import Codes
 from offload.formats.stored import StoredMatrix

@@ -14,7 +14,6 @@ from offload.config.matrices import (
     BY_HEAD,
     LOW_RANK,
     OF_INPUT,
-    OF_NGRAMS,
     STREAMS,
     expert_matrices,
     expert_vectors,
@@ -24,8 +23,9 @@ from offload.config.mixers import LOW_RANK_PARTS, Attention, DeltaRule, HeadStat
 from offload.config.model import ModelConfig
 from offload.config.names import ExpertNames
 from offload.config.next_token import join_of
+from offload.config.ngrams import NGRAM_NORMS, OF_NGRAMS
 from offload.config.rope import PROPORTIONAL, Rope
-from offload.config.vectors import INDEX_NORMS, NGRAM_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms
+from offload.config.vectors import INDEX_NORMS, NGRAM_TAPS, STREAM_NORMS, layer_norms
 from offload.plan.shards import ALONE, Shard
 from offload.weights.layout import ROUTER, SINK_LOGITS, VECTORS, LayerLayout
 

@@ -11,7 +11,7 @@ from . import distill, mixture, settings, training
 from .data import Corpus
 from .model import Llama
 from .settings import Paths, Phase, Schedule
-from .training import Run
+from .training import Loss, Run
 
 TARGET_SCHEDULE = Schedule(
     phases=(Phase(1750, 16, 512), Phase(250, 4, 2048)),
@@ -55,21 +55,7 @@ def train_target(corpus: Corpus, paths: Paths) -> None:
     """From scratch: most steps at 512 positions, the last at 2048."""
     torch.manual_seed(settings.SEED)
     model = Llama(settings.TARGET)
-
-    def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        return corpus.windows(phase.length, rng)
-
-    training.train(
-        Run(
-            model=model,
-            schedule=TARGET_SCHEDULE,
-            source=source,
-            loss=model.loss,
-            checkpoint=paths.checkpoint("target"),
-            check=model.loss,
-            check_ids=training.held_out_windows(corpus, 512, per_book=8),
-        )
-    )
+    _train_on_books(model, "target", TARGET_SCHEDULE, model.loss, corpus, paths)
 
 
 def train_stretch(corpus: Corpus, paths: Paths) -> None:
@@ -122,6 +108,11 @@ def train_mixture(corpus: Corpus, paths: Paths) -> None:
     """A mixture of experts from scratch, at 512 positions."""
     torch.manual_seed(settings.SEED)
     model = Llama(settings.MIXTURE)
+    _train_on_books(model, "mixture", MIXTURE_SCHEDULE, mixture.balanced(model), corpus, paths)
+
+
+def _train_on_books(model: Llama, name: str, schedule: Schedule, loss: Loss, corpus: Corpus, paths: Paths) -> None:
+    """Training on windows of the corpus. loss: of a batch."""
 
     def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
         return corpus.windows(phase.length, rng)
@@ -129,10 +120,10 @@ def train_mixture(corpus: Corpus, paths: Paths) -> None:
     training.train(
         Run(
             model=model,
-            schedule=MIXTURE_SCHEDULE,
+            schedule=schedule,
             source=source,
-            loss=mixture.balanced(model),
-            checkpoint=paths.checkpoint("mixture"),
+            loss=loss,
+            checkpoint=paths.checkpoint(name),
             check=model.loss,
             check_ids=training.held_out_windows(corpus, 512, per_book=8),
         )

@@ -13,19 +13,14 @@ from kit.interpreter import products_by_row, without_idle_work
 from offload.kernels.choosing import choose as choose_by_torch
 from offload.kernels.gpu import choosing
 from offload.kernels.gpu.choosing import choose, chunking
-from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.kernels.runs import Chosen
-from offload.native.launch import counting
 from test_chosen import (
-    COPIED,
     DTYPES,
     HEADS,
-    KV_HEADS,
     PAGE,
     SIZE,
     Heads,
     all_of,
-    by_block,
     check_choice,
     elsewhere,
     in_fp64,
@@ -33,7 +28,6 @@ from test_chosen import (
     over_all,
     over_chosen,
     queries,
-    slots_after,
     some_of,
     tiles_of,
 )
@@ -100,19 +94,6 @@ def test_a_rows_choice_depends_neither_on_rows_beside_it_nor_on_later_blocks() -
     for first, count in ((0, 1), (41, 1), (69, 1), (15, 3)):
         own = slice(first, first + count)
         assert torch.equal(choose(q[own], pooled[:140].clone(), visible[own], 24), together[own])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_are_copied_from_tiles_to_slots(dtype: torch.dtype) -> None:
-    """By one launch, to pages of another size whose heads do not lie side by side; what is not wanted stays."""
-    tiles = [tile.contiguous() for tile in tiles_of(HEADS[1], dtype, 2, 2, 2)]
-    held = normal(2, 2, KV_HEADS, 40, 32, seed=7, dtype=dtype)[:, :, :, :32]
-    wanted = slots_after(tiles, held, *COPIED)
-    homes = torch.tensor([tile.data_ptr() for tile in tiles])
-    with counting() as launches:
-        GPU_KERNELS.copies.blocks(homes, *COPIED, held, size=SIZE, page=PAGE, tile=2 * PAGE)
-    assert torch.equal(by_block(held), wanted)
-    assert launches == {"copy_blocks": 1}
 
 
 def test_no_blocks_may_be_chosen_of_none() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kit.processor import built, on_this_machine, threads
-from offload.kernels.blocks import fetch_blocks
 from offload.kernels.choosing import choose as choose_by_torch
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.rope import RopeTable, Scoring
@@ -232,36 +231,6 @@ def test_a_prefills_rows_attend_to_what_they_chose(executor: str) -> None:
 def by_block(tile: Tensor) -> Tensor:
     """[blocks, 2, H_kv, size, D] of [2, P, H_kv, S, D]."""
     return tile.unflatten(3, (-1, SIZE)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1)
-
-
-COPIED = (
-    torch.tensor([130, 5, -1, 95, 0, 131, 64, 31], dtype=torch.int32),
-    torch.tensor([3, 0, 2, 7, 11, 4, 15, 9], dtype=torch.int32),
-)
-
-
-def slots_after(tiles: Sequence[Tensor], held: Tensor, wanted: Tensor, slots: Tensor) -> Tensor:
-    """The blocks of `held` after the copy, [blocks, 2, H_kv, size, D]."""
-    found, blocks = by_block(held).clone(), torch.cat([by_block(tile) for tile in tiles])
-    for block, slot in zip(wanted.tolist(), slots.tolist(), strict=True):
-        if block >= 0:
-            found[slot] = blocks[block]
-    return found
-
-
-@pytest.mark.parametrize("name", on_this_machine())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_are_copied_from_tiles_to_slots(name: str, dtype: torch.dtype) -> None:
-    """From three tiles to pages of another size; what is not wanted stays, and nothing else is written."""
-    tiles, held = tiles_of(HEADS[1], dtype, 2, 2, 1), normal(2, 2, KV_HEADS, 32, 32, seed=7, dtype=dtype)
-    wanted = slots_after(tiles, held, *COPIED)
-    for number in (1, 2):
-        copied = held.clone()
-        fetch_blocks(tiles, COPIED[0], copied, COPIED[1], SIZE, kernels=built(name), threads=number)
-        assert torch.equal(by_block(copied), wanted)
-    (whole,) = tiles_of(HEADS[1], dtype, 1)
-    fetch_blocks([whole[:, 0]], COPIED[0][4:5], held, COPIED[1][4:5], SIZE, kernels=built(name))
-    assert torch.equal(by_block(held)[11], by_block(whole)[0])
 
 
 # The choice.

@@ -568,21 +568,6 @@ def test_the_merges_compile_to_wide_loads_and_spill_nothing(capability: int, sin
 
 @pytest.mark.deep
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("words", [512, 256, 120])
-def test_blocks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, words: int) -> None:
-    shape = {"PER_PAGE": 128, "PER_TILE": 1024, "PER_SLOT_PAGE": 128, "WORDS": words}
-    shape |= {"WORDS_PADDED": 1 << (words - 1).bit_length()}
-    pointers = {"homes": "*i64", "wanted": "*i32", "slots": "*i32", "held": "*i32"}
-    found = compiled(copies.copy_blocks, capability, pointers, shape, warps=warps(words))
-    assert found.spilled_bytes == 0
-    assert found.registers <= 64
-    moved = re.findall(r"(?:ld|st)\.global\.v4\.b32", found.ptx)
-    assert len(moved) == 2
-    assert len(re.findall(r"st\.global", found.ptx)) == 1
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 128), ("bf16", 64), ("fp16", 80), ("bf16", 512), ("fp32", 128)])
 @pytest.mark.parametrize("chunk", [8, 32, 64])
 def test_chunks_are_copied_by_loads_and_stores_of_16_bytes(capability: int, dtype: str, dim: int, chunk: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of consecutive tokens in tiles of keys and values, for the CPU's kernels (native/chosen.h), and their copies.
+"""Blocks of consecutive tokens in tiles of keys and values, for the CPU's kernels (native/chosen.h).
 
 Letters are those of kernels/runs.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from offload.native.interface import DTYPES, Fetching, Library, Tiles
+from offload.native.interface import Tiles
 
 
 def described(tiles: Sequence[Tensor], size: int) -> Tiles:
@@ -38,20 +37,3 @@ def halves(held: Tensor) -> tuple[int, int]:
 
 def _array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(addresses))(*addresses)
-
-
-def fetch_blocks(
-    tiles: Sequence[Tensor], blocks: Tensor, held: Tensor, slots: Tensor, size: int, *, kernels: Library,
-    threads: int = 1,
-) -> None:  # fmt: skip
-    """Copy block blocks[i] of `tiles` to block slots[i] of `held`, another tile, whose pages may have another number
-    of tokens; none where blocks[i] is negative. blocks, slots: int32 [n] contiguous; no slot occurs twice. Any thread
-    may call it: as a link's does, with the copies of a pass in one call."""
-    assert blocks.dtype == slots.dtype == torch.int32
-    assert blocks.is_contiguous()
-    assert slots.is_contiguous()
-    source, target = described(tiles, size), described([held], size)
-    structure = Fetching(
-        source, target, blocks.data_ptr(), slots.data_ptr(), len(blocks), held.shape[-3], held.shape[-1]
-    )
-    kernels.library.fetch_blocks(DTYPES[held.dtype], ctypes.byref(structure), threads)

@@ -48,14 +48,6 @@ class CopyChunks(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-class CopyBlocks(Protocol):
-    """A copy of blocks of tokens between tiles, see `kernels.gpu.copies.blocks`."""
-
-    def __call__(
-        self, homes: Tensor, wanted: Tensor, slots: Tensor, held: Tensor, *, size: int, page: int, tile: int
-    ) -> None: ...
-
-
 class CopyPackedChunks(Protocol):
     """A copy of chunks from packed pages to a buffer, see `formats.packed_gpu.packed_chunks`."""
 
@@ -76,7 +68,6 @@ class Copies:
     """
 
     chunks: CopyChunks
-    blocks: CopyBlocks
     packed_chunks: CopyPackedChunks
     rows: Callable[[Tensor, Tensor, Tensor], None]
     quantise_kv: Callable[[Tensor, KVCodes, Tensor], None]

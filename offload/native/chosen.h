@@ -27,14 +27,6 @@ struct Chosen {
     int64_t size() const { return tiles.size; }
 };
 
-// A copy of block blocks[i] of some tiles to block slots[i] of others, unless it is negative.
-struct Fetching {
-    Tiles from, to;
-    const int32_t* blocks;
-    const int32_t* slots;
-    int64_t count, kv_heads, dim;
-};
-
 namespace chosen {
 
 // One row's tokens of a span, and the blocks that they are in.
@@ -117,19 +109,6 @@ void attend(const Attention& a, const Chosen& c, float* scratch, int64_t room, i
         const int64_t first = slot * c.span, rest = c.tokens[row] - first;
         const Part part{c.blocks + row * c.most + first / c.size(), rest < c.span ? rest : c.span, slot};
         attend_one<E>(a, c, part, row, head, scratch + thread * room);
-    });
-}
-
-template <class E>
-void fetch(const Fetching& f, int64_t how_many) {
-    using element = typename E::element;
-    const size_t bytes = f.from.size * f.dim * sizeof(element);
-    threads::each(how_many, f.count, [&](int64_t i) {
-        for (int64_t head = 0; f.blocks[i] >= 0 && head < f.kv_heads; head++) {
-            const Place<E> from(f.from, f.blocks[i], head, f.dim), to(f.to, f.slots[i], head, f.dim);
-            __builtin_memcpy(const_cast<element*>(to.keys), from.keys, bytes);
-            __builtin_memcpy(const_cast<element*>(to.values), from.values, bytes);
-        }
     });
 }
 

@@ -114,17 +114,6 @@ class Chosen(ctypes.Structure):
     _fields_ = [("tiles", Tiles), *_pointers("blocks", "tokens"), *_integers("most", "span")]
 
 
-class Fetching(ctypes.Structure):
-    """A copy of blocks between tiles, see chosen.h."""
-
-    _fields_ = [
-        ("source", Tiles),
-        ("target", Tiles),
-        *_pointers("blocks", "slots"),
-        *_integers("count", "kv_heads", "dim"),
-    ]
-
-
 class Choosing(ctypes.Structure):
     """A choice of blocks, see choosing.h."""
 
@@ -213,7 +202,6 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "attend_runs": (None, [c_int64, POINTER(Attention), POINTER(Run), c_int64, c_void_p, c_int64, c_int64, c_int64]),
     "chosen_room": (c_int64, [c_int64, c_int64, c_int64, c_int64, c_int64]),
     "attend_chosen": (None, [c_int64, POINTER(Attention), POINTER(Chosen), c_void_p, c_int64, c_int64]),
-    "fetch_blocks": (None, [c_int64, POINTER(Fetching), c_int64]),
     "choose": (None, [c_int64, POINTER(Choosing), c_int64]),
     "merge_runs": (None, [c_int64, POINTER(Attention), c_int64]),
     "delta_room": (c_int64, [POINTER(Delta)]),

@@ -25,7 +25,7 @@ void with(Dtype dtype, F&& f) {
 }  // namespace
 
 // Its thousands change with every change of a structure or a function below, and of a row of stored_forms.h.
-KERNEL int abi() { return 43000 + stored::NUM_FORMS; }
+KERNEL int abi() { return 44000 + stored::NUM_FORMS; }
 
 // Whether the system lets this process use the instructions. To be asked first.
 KERNEL int permitted() { return tiles::permitted(); }
@@ -145,10 +145,6 @@ KERNEL int64_t chosen_room(Dtype dtype, int64_t dim, int64_t group, int64_t span
 KERNEL void attend_chosen(Dtype dtype, const Attention* a, const Chosen* c, float* scratch, int64_t room,
                           int64_t how_many) {
     with(dtype, [&]<class E>() { chosen::attend<E>(*a, *c, scratch, room, how_many); });
-}
-
-KERNEL void fetch_blocks(Dtype dtype, const Fetching* f, int64_t how_many) {
-    with(dtype, [&]<class E>() { chosen::fetch<E>(*f, how_many); });
 }
 
 KERNEL void choose(Dtype dtype, const Choosing* c, int64_t how_many) {

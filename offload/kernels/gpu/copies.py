@@ -1,5 +1,5 @@
-"""Copies by a GPU's kernels, in Triton, which read pinned host memory directly: chunks and blocks of tiles from their
-homes, and rows of a table."""
+"""Copies by a GPU's kernels, in Triton, which read pinned host memory directly: chunks of tiles from their homes, and
+rows of a table."""
 
 # Triton evaluates the annotations of programs, so they are not postponed.
 import torch
@@ -67,33 +67,6 @@ def warps(num_words: int) -> int:
     return min(max(num_words // _WARP_WORDS, 1), 4)
 
 
-def blocks(homes: Tensor, wanted: Tensor, slots: Tensor, held: Tensor, *, size: int, page: int, tile: int) -> None:
-    """Copy blocks of tokens from tiles to slots of another tile, by one launch. Blocks have `size` tokens; tiles are
-    [2, P, H_kv, S, D] contiguous, with `page` tokens S and `tile` tokens P * S. `size` divides `page`, which divides
-    `tile`.
-
-    homes: int64 [number of tiles], addresses of the tiles as the GPU reads them, multiples of 16. wanted: int32 [n],
-    negative for none. slots: int32 [n], of each its block in held [2, P', H_kv, S', D], contiguous in the last two
-    dimensions; no slot occurs twice. All of it is read on the GPU, so a graph may contain the launch. The keys and the
-    values of a head in a block are one piece, a multiple of 16 bytes.
-    """
-    held = held.view(torch.int32)
-    _, _, num_heads, slot_page, words = held.shape
-    assert held.stride(3) == words
-    assert size * words % 4 == slot_page % size == 0
-    launch(
-        copy_blocks,
-        (2 * num_heads, len(wanted)),
-        (homes, wanted, slots, held, held.stride(0), held.stride(1), held.stride(2)),
-        PER_PAGE=page // size,
-        PER_TILE=tile // size,
-        PER_SLOT_PAGE=slot_page // size,
-        WORDS=size * words,
-        WORDS_PADDED=1 << (size * words - 1).bit_length(),
-        num_warps=warps(size * words),
-    )
-
-
 def table_rows(address: Tensor, tokens: Tensor, out: Tensor) -> None:
     """Copy row tokens[t] of the table at `address`, int64 [1] on the GPU, to row t of out [T, width], contiguous, by
     one launch. Rows are whole words of four bytes. tokens: int64 [T]."""
@@ -148,39 +121,6 @@ def copy_chunks(
         mask = real[:, None] & (word < WORDS)[None, :]
         at = row[:, None] * WORDS + word[None, :]
         tl.store(held + first + at, tl.load(source + at, mask=mask), mask=mask)
-
-
-@triton.jit
-def copy_blocks(
-    homes,  # int64 [tiles]: address of each tile [2, P, H_kv, S, D], in memory of the GPU or pinned
-    wanted,  # int32 [n]: blocks of the tiles, negative: none
-    slots,  # int32 [n]: blocks of what is held
-    held,  # int32 [2, P', H_kv, S', D / 2] by the strides; a head's part of a page is contiguous
-    half_stride,
-    page_stride,
-    head_stride,
-    PER_PAGE: tl.constexpr,  # blocks
-    PER_TILE: tl.constexpr,
-    PER_SLOT_PAGE: tl.constexpr,
-    WORDS: tl.constexpr,  # of four bytes, of a head's keys in a block; a multiple of four
-    WORDS_PADDED: tl.constexpr,
-):
-    """Program (2 * h + k, i): copy the keys, k = 0, or values of KV head h in block wanted[i]."""
-    head, kind, number = tl.program_id(0) // 2, tl.program_id(0) % 2, tl.program_id(1)
-    block, slot = tl.load(wanted + number), tl.load(slots + number)
-    if block < 0:
-        return
-    num_heads = tl.num_programs(0) // 2
-    within = block % PER_TILE
-    run = (within // PER_PAGE * num_heads + head) * PER_PAGE + within % PER_PAGE + kind * (PER_TILE * num_heads)
-    home = tl.load(homes + block // PER_TILE).to(tl.pointer_type(tl.int32))
-    source = tl.multiple_of(home + run * WORDS, 16)
-    at = kind.to(tl.int64) * half_stride + (slot // PER_SLOT_PAGE).to(tl.int64) * page_stride
-    at += head.to(tl.int64) * head_stride + slot % PER_SLOT_PAGE * WORDS
-    target = tl.multiple_of(at, 4)
-    word = tl.arange(0, WORDS_PADDED)
-    inside = word < WORDS
-    tl.store(held + target + word, tl.load(source + word, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -68,7 +68,6 @@ def _decode_stored(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
 
 COPIES = Copies(
     chunks=copies.chunks,
-    blocks=copies.blocks,
     packed_chunks=packed_gpu.packed_chunks,
     rows=copies.table_rows,
     quantise_kv=quantised_kv_gpu.encode,

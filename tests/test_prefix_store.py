@@ -252,6 +252,18 @@ def test_a_writer_that_is_killed_leaves_whole_pages_and_files_that_go_later(tmp_
     assert not list(tmp_path.glob("*/*.tmp"))
 
 
+@pytest.mark.parametrize("whole", ["", "about.json", f"{7:032x}.json"])
+def test_a_file_that_its_writer_did_not_finish_goes_once_it_is_old(tmp_path: Path, whole: str) -> None:
+    keep(tmp_path)
+    left = files(tmp_path)[0].parent / f"{whole}{5:016x}.tmp"
+    left.write_text("half")
+    shrink(tmp_path, ENOUGH)
+    assert left.exists()
+    os.utime(left, (1.0, 1.0))
+    shrink(tmp_path, ENOUGH)
+    assert not left.exists()
+
+
 def test_several_processes_share_a_store(tmp_path: Path) -> None:
     pipes = [PROCESSES.Pipe() for _ in range(3)]
     users = [forked(use, tmp_path, seed, there) for seed, (_, there) in enumerate(pipes)]

@@ -26,7 +26,7 @@ from offload.strict_json import read_json
 _OLD_SECONDS = 3600.0  # since a page was begun that is not finished: its writer is gone
 _FOLDER = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _PAGE = re.compile(r"([0-9a-f]{32})-([a-z_]+)-([0-9a-f]{32})-([0-9a-f]{0,1024})\.safetensors", re.ASCII)
-_UNFINISHED = re.compile(r"[0-9a-f]{16}\.tmp", re.ASCII)
+_UNFINISHED = re.compile(r"((about|[0-9a-f]{32})\.json)?[0-9a-f]{16}\.tmp", re.ASCII)  # a page, or one of `write_whole`
 _RECORD = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 _ABOUT, _MODEL, _DTYPE = "about.json", "model", "dtype"
 _DOCUMENTS, _LINKS = "documents", "links"

@@ -60,11 +60,12 @@ class CountedBlocks(BlockCache):
 
     chosen = missing = 0
 
-    def slots(self, layer: int, blocks: Tensor, start: int) -> Tensor:
-        old = blocks[blocks * self.size < start]
+    def bring(self, layer: int, blocks: Tensor, positions: Tensor) -> Tensor:
+        asked = torch.cat([blocks.flatten().long(), positions // self.size]).unique()
+        old = asked[(asked >= 0) & (asked * self.size < positions[0])]
         self.chosen += len(old)
-        self.missing += int((self._slots[layer][old] < 0).sum())
-        return super().slots(layer, blocks, start)
+        self.missing += int((self.table(layer).slot_of[old] < 0).sum())
+        return super().bring(layer, blocks, positions)
 
 
 def cache_of(decoder: Decoder, capacity: int, slots: int, link: PacedLink) -> tuple[MixedCache, CountedBlocks]:

@@ -11,8 +11,9 @@ from torch.testing import assert_close
 from gpu_interpreted import TOLERANCE, Unwritten
 from kit.interpreter import products_by_row, without_idle_work
 from offload.kernels.choosing import choose as choose_by_torch
-from offload.kernels.gpu import choosing
+from offload.kernels.gpu import block_slots, choosing
 from offload.kernels.gpu.choosing import choose, chunking
+from offload.kernels.gpu.copies import new_rows
 from offload.kernels.runs import Chosen
 from test_chosen import (
     DTYPES,
@@ -22,6 +23,7 @@ from test_chosen import (
     Heads,
     all_of,
     check_choice,
+    check_slots,
     elsewhere,
     in_fp64,
     normal,
@@ -98,3 +100,34 @@ def test_a_rows_choice_depends_neither_on_rows_beside_it_nor_on_later_blocks() -
 
 def test_no_blocks_may_be_chosen_of_none() -> None:
     assert choose(normal(3, 2, 16, seed=1), normal(0, 16, seed=2), torch.zeros(3), 8).shape == (3, 0)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("chunk", [16, 4096])
+@pytest.mark.parametrize(("num_slots", "num_rows", "most"), [(8, 1, 5), (32, 3, 9), (40, 8, 4), (300, 5, 11)])
+def test_slots_go_to_the_same_blocks_as_by_torch(
+    num_slots: int, num_rows: int, most: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text that grows, is cut, and whose rows choose here and there; the same tables, places and fetches."""
+    monkeypatch.setattr(block_slots, "CHUNK", chunk)
+    check_slots(block_slots.take_slots, num_slots, num_rows, most)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [16, 6])
+def test_new_rows_go_home_and_to_their_blocks_slots(dim: int, dtype: torch.dtype) -> None:
+    """Nothing else is written."""
+    heads, page, tile, size, first = 2, 8, 16, 4, 13  # over blocks, pages and tiles
+    room, positions = normal(2, heads, 9, dim, seed=1).to(dtype), torch.arange(first, first + 7)
+    padded = torch.cat([positions, torch.tensor([-size])])
+    homes = [torch.zeros(2, tile // page, heads, page, dim, dtype=dtype) for _ in range(2)]
+    slot_of, held = torch.tensor([-1, -1, -1, 5, 0, 3], dtype=torch.int32), torch.zeros(2, heads, 24, dim, dtype=dtype)
+    wanted_homes, wanted = [each.clone() for each in homes], held.clone()
+    for row, token in enumerate(positions.tolist()):
+        within = token % tile
+        wanted_homes[token // tile][:, within // page, :, within % page] = room[:, :, row]
+        wanted[:, :, int(slot_of[token // size]) * size + token % size] = room[:, :, row]
+    addresses = torch.tensor([each.data_ptr() for each in homes])
+    new_rows(room[:, :, :8], padded, slot_of, held, addresses, size=size, page=page, tile=tile)
+    assert torch.equal(held, wanted)
+    assert all(map(torch.equal, homes, wanted_homes))

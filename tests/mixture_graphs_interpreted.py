@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kit.graph_scenes import (
     CODED,
+    INDEXED,
     PROMPT,
     TOKENS,
+    WHOLE,
     Case,
     assert_seen,
     assert_the_same,
@@ -27,11 +30,19 @@ from test_expert_slots import AtRandom
 from test_paper_bugs import Bug
 
 EXPERTS = "offload.kernels.gpu.experts"
+INDEXED_CACHE, INDEX, BLOCKS = "offload.kv.indexed", "offload.kv.block_index", "offload.kv.block_cache"
+CHOOSING = (*[1] * 9, 3, 5)  # blocks become whole in replays, too
 CASES = {
     "experts": Case("target", model="qwen3_moe", dtype="bf16"),
     "experts in slots": Case("target", model="qwen3_moe", dtype="bf16", slots=2),
     "experts that the CPU runs": Case("target", model="qwen3_moe", dtype="bf16", slots=2, by_cpu=1),
     "experts in slots, drafted rows": Case("self", CODED, model="qwen3_moe", dtype="bf16", slots=3),
+    "chosen blocks": Case("target", WHOLE, INDEXED, dtype="bf16", counts=CHOOSING),
+    "chosen blocks of the host": Case("target", WHOLE, INDEXED, dtype="bf16", counts=CHOOSING, blocks=32),
+    "chosen blocks of the host, few slots": Case("target", WHOLE, INDEXED, dtype="bf16", counts=CHOOSING, blocks=16),
+    "chosen blocks and experts of the host": Case(
+        "target", WHOLE, INDEXED, dtype="bf16", counts=CHOOSING, blocks=32, slots=3
+    ),
 }
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 BUGS = [
@@ -39,6 +50,16 @@ BUGS = [
                     "lines = arranged(torch.tensor(chosen.tolist(), dtype=torch.int32, device=rows.device), ")),
     ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
                     "tiles = int((lines.expert_of >= 0).sum())")),
+    ("chosen blocks", Bug("as many blocks are to be seen as in the recorded pass", INDEXED_CACHE,
+                          "seen = places.positions[own] + 1",
+                          "seen = torch.arange(self._start, self._stop, device=q.device) + 1")),
+    ("chosen blocks", Bug("index keys go where the recorded pass's went", INDEX, "places.last(num_raw), ",
+                          "torch.arange(start, start + len(index.k), device=index.k.device) % num_raw, ")),
+    ("chosen blocks", Bug("as many blocks become whole as in the recorded pass", INDEX,
+                          "(ratio - 1 if moving else start % ratio)", "start % ratio")),
+    ("chosen blocks of the host", Bug("rows go home where the recorded pass's went", BLOCKS,
+                                      "self.copies.new_rows(rows, positions,", "self.copies.new_rows(rows, "
+                                      "torch.arange(start, start + len(positions), device=positions.device),")),
 ]  # fmt: skip
 
 
@@ -99,6 +120,70 @@ def test_a_race_for_an_experts_slot_is_seen(bug: Bug | None, folders: Callable[[
             problems = gpu.problems
     alike = all(map(torch.equal, *found))
     assert (alike and problems == []) == (bug is None)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("slots", [16, 32])
+def test_chosen_blocks_of_the_host_say_what_those_of_the_gpu_say(slots: int, folders: Callable[[str], Path]) -> None:
+    """In passes and in prefills between them, whose copies are ordered with the GPU's own."""
+    own, found = Case("target", WHOLE, INDEXED, dtype="bf16", counts=CHOOSING), []
+    for case in (own, replace(own, blocks=slots)):
+        found.append(between_prefills(folders(case.model), case))
+    assert all(map(torch.equal, *found))
+
+
+def between_prefills(folder: Path, case: Case) -> list[Tensor]:
+    """Logits of passes before and after a prefill that goes on."""
+    with on_gpu(folder, case) as (engine, gpu):
+        engine.precompute(PROMPT[:60])
+        level, found = engine.levels["target"], []
+        for stop in (61, 62, 66, 67, 68):
+            found.append(forward(level, PROMPT[level.length : stop], 1).cpu())
+        engine.precompute(PROMPT)
+        found += [forward(level, [token], 1).cpu() for token in TOKENS[:3]]
+        assert gpu.problems == []
+        return found
+
+
+STALE = [
+    Bug("a graph chooses by keys that were given back", INDEXED_CACHE,
+        "self._places.number, self.index.graph_key", "self._places.number, 0"),
+    Bug("a graph knows fewer blocks", INDEXED_CACHE, "self.blocks and self.blocks.graph_key", "0"),
+]  # fmt: skip
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bug", [None, *STALE], ids=lambda bug: bug.description if bug else "none")
+def test_graphs_are_recorded_again_when_there_is_room_for_more(bug: Bug | None, folders: Callable[[str], Path]) -> None:
+    case = Case("target", WHOLE, INDEXED, dtype="bf16", blocks=32)
+    with on_gpu(folders(case.model), case, bug) as (engine, gpu):
+        engine.precompute(PROMPT[:20])
+        full, more = engine.worker.full, 2000
+        for grow in (full.index.reserve, full.blocks.reserve, lambda _: None):
+            for token in TOKENS[:3]:
+                forward(engine.levels["target"], [token], 1)
+            grow(more)
+        assert (gpu.problems == [] and gpu.launches["graph"] == 6) == (bug is None)
+
+
+UNORDERED = Bug("the host reads homes before a pass's rows are there", INDEXED_CACHE,
+                "self.pages.wrote_home(self._start, self._stop)", "pass")  # fmt: skip
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bug", [None, UNORDERED], ids=["none", "a planted one"])
+def test_a_race_for_a_home_is_seen(bug: Bug | None, folders: Callable[[str], Path]) -> None:
+    """Rows of passes go home by a kernel, and those of prefills by copies."""
+    case = Case("target", WHOLE, INDEXED, dtype="bf16", counts=CHOOSING, blocks=32)
+    with on_gpu(folders(case.model), case, bug) as (engine, gpu):
+        worker, level = engine.worker, engine.levels["target"]
+        for tokens in (PROMPT[:20], PROMPT[20:30]):
+            worker.target.prefill(worker._target_cache, tokens, worker._hidden_rows)
+            for token in TOKENS[:3]:
+                forward(level, [token], 1)
+        worker.full.wait_home()
+        assert worker.full.page_of_all(1)[0].clone().any()
+        assert (gpu.problems == []) == (bug is None)
 
 
 @torch.inference_mode()

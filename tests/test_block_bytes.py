@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from kit.families import save_tiny
 from kit.models import Sizes, load, random_tokens, target_cache
 from kit.processor import OPERATORS, of
+from offload.kernels.block_slots import SlotTable
+from offload.kernels.cpu import CpuKernels
+from offload.kernels.pooled import IndexRows
 from offload.kernels.runs import Chosen, Rows
 from offload.kv.block_cache import BlockCache
 from offload.kv.fetch import HostFetch, Tail
@@ -66,32 +71,28 @@ def in_slots(cache: IndexedCache, blocks: BlockCache, layer: int, block: int, be
     return bool((slots == home[:, :, None]).flatten(3).all(3).all(1).all(0).any())
 
 
-def counted(decoder: Decoder, slots: int, rows: int, patch: Patch) -> Counted:
-    """Passes of `rows` rows over DECODED tokens after a prefill of LENGTH."""
+def counted(decoder: Decoder, slots: int, rows: int, patch: Patch, block: int | None = None) -> Counted:
+    """Passes of `rows` rows over DECODED tokens after a prefill of LENGTH, padded to blocks of `block` rows."""
     link = PacedLink(None, overlap=False)
     whole = target_cache(decoder, replace(SIZES, block_slots=slots), link=link)
     assert isinstance(whole, MixedCache)
-    cache, real = whole.growing, IndexedCache._by_blocks
+    cache, real = whole.growing, IndexedCache._over_blocks
     assert isinstance(cache, IndexedCache)
     shape = cache.shape
     of_row = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
     found = Counted(of_row * cache.index.indexer.ratio, of_row)
     parts = list[tuple[int, int]]()  # blocks (chosen, needed) by rows that ran together
 
-    def watched(self: IndexedCache, blocks: BlockCache, layer: int, some: Rows, chosen: Chosen) -> list[Tensor]:
+    def watched(self: IndexedCache, blocks: BlockCache, layer: int, some: Rows, chosen: Chosen) -> None:
         size, own = blocks.size, some.index // blocks.size
         seen = {each for each in [*chosen.blocks.flatten().tolist(), own] if 0 <= each * size < some.index}
-        missing = sum(not in_slots(self, blocks, layer, each, some.index) for each in seen)
-        before = len(parts)
-        made = real(self, blocks, layer, some, chosen)
-        if len(parts) == before:  # else its halves ran apart
-            parts.append((len(seen), missing))
-        return made
+        parts.append((len(seen), sum(not in_slots(self, blocks, layer, each, some.index) for each in seen)))
+        real(self, blocks, layer, some, chosen)
 
     tokens = random_tokens(LENGTH + DECODED, seed=3)
     in_prefill(decoder, whole, tokens[:LENGTH], SIZES.prefill_block)
-    level = Level("target", decoder, whole, vocab_size=decoder.config.vocab_size)
-    patch.setattr(IndexedCache, "_by_blocks", watched)
+    level = Level("target", decoder, whole, vocab_size=decoder.config.vocab_size, block=block)
+    patch.setattr(IndexedCache, "_over_blocks", watched)
     for start in range(LENGTH, LENGTH + DECODED, rows):
         before = link.stats
         forward(level, tokens[start : start + rows], rows)
@@ -101,7 +102,7 @@ def counted(decoder: Decoder, slots: int, rows: int, patch: Patch) -> Counted:
         found.chosen.append(sum(chosen for chosen, _ in parts))
         found.needed.append(sum(needed for _, needed in parts))
         parts.clear()
-    patch.setattr(IndexedCache, "_by_blocks", real)
+    patch.setattr(IndexedCache, "_over_blocks", real)
     return found
 
 
@@ -125,6 +126,27 @@ def test_with_slots_for_all_blocks_each_crosses_once_in_all_passes(
     assert sum(found.needed) <= 3 * of_prefill
     assert sum(found.chosen) > sum(found.needed)
     assert found.to_device[-1] < found.to_device[0]
+
+
+@pytest.mark.parametrize("slots", [LEAST, ALL])
+def test_nothing_crosses_for_padding(slots: int, decoder: Decoder, monkeypatch: Patch) -> None:
+    """Passes by the CPU's own kernels have none."""
+    if isinstance(decoder._kernels, CpuKernels):
+        return
+    alone = counted(decoder, slots, 3, monkeypatch)
+    padded = counted(decoder, slots, 3, monkeypatch, block=8)
+    assert (padded.to_device, padded.to_host) == (alone.to_device, alone.to_host)
+    _padding_chooses(monkeypatch)
+    assert sum(counted(decoder, slots, 3, monkeypatch, block=8).to_device) > sum(alone.to_device)
+
+
+def _padding_chooses(patch: Patch) -> None:
+    real = IndexedCache.attend_chosen
+
+    def mutant(self: IndexedCache, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
+        return real(self, layer, q, k, v, replace(index, real=None))
+
+    patch.setattr(IndexedCache, "attend_chosen", mutant)
 
 
 # Mutants: each has to bring more than was needed.
@@ -155,15 +177,15 @@ def _one_block_twice(patch: Patch) -> None:
 
 
 def _blocks_that_are_in_slots(patch: Patch) -> None:
-    real = BlockCache.slots
+    real = BlockCache.bring
 
-    def mutant(self: BlockCache, layer: int, blocks: Tensor, start: int) -> Tensor:
-        gone = self._slots[layer][blocks[0]]
-        if gone >= 0:
-            self._blocks[layer, gone], self._slots[layer, blocks[0]] = -1, -1
-        return real(self, layer, blocks, start)
+    def mutant(self: BlockCache, layer: int, blocks: Tensor, positions: Tensor) -> Tensor:
+        table, first = self.table(layer), blocks[0, 0]
+        if first >= 0 and (gone := table.slot_of[first]) >= 0:
+            table.block_in[gone], table.slot_of[first] = -1, -1
+        return real(self, layer, blocks, positions)
 
-    patch.setattr(BlockCache, "slots", mutant)
+    patch.setattr(BlockCache, "bring", mutant)
 
 
 def _slots_are_forgotten_between_passes(patch: Patch) -> None:
@@ -179,8 +201,17 @@ def _slots_are_forgotten_between_passes(patch: Patch) -> None:
 
 def _blocks_of_new_rows_alone(patch: Patch) -> None:
     """Blocks that new rows begin are read from the host, which has nothing of them."""
-    real = BlockCache.slots
-    patch.setattr(BlockCache, "slots", lambda self, layer, blocks, start: real(self, layer, blocks, start + 8))
+    real = BlockCache.__init__
+
+    def made(self: BlockCache, *given: Any) -> None:
+        def mutant(table: SlotTable, blocks: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+            before = table.block_in.clone()
+            return take(table, blocks, positions, size)[0], torch.where(table.block_in != before, table.block_in, -1)
+
+        real(self, *given)
+        take, self._take = self._take, mutant
+
+    patch.setattr(BlockCache, "__init__", made)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

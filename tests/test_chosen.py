@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from kit.processor import built, on_this_machine, threads
+from offload.kernels.block_slots import SlotTable, TakeSlots, take_slots
 from offload.kernels.choosing import choose as choose_by_torch
 from offload.kernels.operators import OperatorAttention
 from offload.kernels.rope import RopeTable, Scoring
@@ -318,3 +320,47 @@ def test_what_is_not_a_number_is_not_preferred(executor: str) -> None:
     chosen = choice_of(executor)(q, pooled, torch.tensor([50, 30]), 8)
     pooled[[3, 40]] = 0.0
     assert torch.equal(chosen, choice_of(executor)(q, pooled, torch.tensor([50, 30]), 8))
+
+
+def check_slots(take: TakeSlots, num_slots: int, num_rows: int, most: int) -> None:
+    """Beside a plain account of which block is in which slot, and when it was wanted."""
+    random, num_blocks = torch.Generator().manual_seed(num_slots), 170
+    block_in, used, brought = [-1] * num_slots, [0] * num_slots, 0
+    of_slots, clock = torch.zeros(2, num_slots, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    of_blocks = torch.zeros(2, num_blocks, dtype=torch.int32)
+    of_slots[0] = of_blocks[0] = -1
+    table = SlotTable(of_blocks[0], of_blocks[1], of_slots[0], of_slots[1], clock)
+    for turn in range(30):
+        start = 3 * turn + (60 if turn > 20 else 0)
+        positions = torch.arange(start, start + num_rows)
+        own = {at // SIZE for at in range(start, start + num_rows)}
+        blocks = torch.full((num_rows, most), -1, dtype=torch.int32)
+        for row, position in zip(blocks, positions.tolist(), strict=True):
+            there = torch.randperm(position // SIZE + 1, generator=random)[: num_slots // num_rows - 2][:most]
+            row[: len(there)] = there.sort().values
+        asked = {each for each in blocks.flatten().tolist() if each >= 0} | own
+        used = [turn + 1 if block in asked else when for block, when in zip(block_in, used, strict=True)]
+        missing = sorted(asked - set(block_in))
+        free = sorted(sorted(range(num_slots), key=lambda slot: (used[slot], slot))[: len(missing)])
+        for slot, block in zip(free, missing, strict=True):
+            block_in[slot], used[slot] = block, turn + 1
+        padded = pad(blocks, (0, 0, 0, 2), value=-1), pad(positions, (0, 2), value=-SIZE)
+        found, wanted = take(table, *padded, SIZE)
+        assert found[num_rows:].eq(-1).all()
+        slot_of = {block: slot for slot, block in enumerate(block_in) if block >= 0}
+        fetched = {slot: block for slot, block in zip(free, missing, strict=True) if block * SIZE < start}
+        assert found[:num_rows].tolist() == [[slot_of.get(block, -1) for block in row] for row in blocks.tolist()]
+        assert wanted.tolist() == [fetched.get(slot, -1) for slot in range(num_slots)]
+        assert table.block_in.tolist() == block_in
+        assert table.used.tolist() == used
+        assert table.slot_of.tolist() == [slot_of.get(block, -1) for block in range(num_blocks)]
+        assert (found.dtype, wanted.dtype) == (torch.int32, torch.int64)
+        brought += len(fetched)
+    assert brought > 10
+
+
+@pytest.mark.parametrize(("num_slots", "num_rows", "most"), [(8, 1, 5), (32, 3, 9), (40, 8, 4), (300, 5, 11)])
+def test_slots_go_to_the_missing_blocks_and_from_those_that_were_used_longest_ago(
+    num_slots: int, num_rows: int, most: int
+) -> None:
+    check_slots(take_slots, num_slots, num_rows, most)

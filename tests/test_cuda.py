@@ -27,6 +27,7 @@ from offload.engine.engine import Engine, load_tokenizer, plan_request, timed  #
 from offload.engine.request import GenerationRequest  # noqa: E402
 from offload.formats.layout import CODE_BITS  # noqa: E402
 from offload.formats.quantised import Codes, encode_in_parts  # noqa: E402
+from offload.kernels.block_slots import SlotTable, take_slots  # noqa: E402
 from offload.kernels.choice import gpu_kernels  # noqa: E402
 from offload.kernels.choosing import choose  # noqa: E402
 from offload.kernels.device import NONE  # noqa: E402
@@ -379,6 +380,44 @@ def test_chosen_blocks_are_those_of_exact_scores_whatever_rows_are_beside_a_row(
     for first, count in ((0, 1), (15, 2), (63, 7)):
         rows = slice(first, first + count)
         assert torch.equal(own.choose(q[rows], pooled, visible[rows], 512), together[rows])
+
+
+def test_chosen_blocks_come_from_pinned_memory_to_the_slots_that_torch_gives_them() -> None:
+    """And rows go there, in passes over a text that grows, with slots for two rows' choice."""
+    own, generator = gpu_kernels(torch.device(DEVICE)), torch.Generator().manual_seed(0)
+    num_blocks, num_slots, most, size, page = 9000, 1100, 512, 4, 512
+    home = torch.randn(2, 72, 2, page, 256, generator=generator).bfloat16().pin_memory()
+    address = torch.tensor([[home.data_ptr()]], device=DEVICE)
+    held = torch.zeros(1, 2, 2, num_slots * size, 256, dtype=torch.bfloat16, device=DEVICE)
+    tables = [_slot_table(num_blocks, num_slots) for _ in range(2)]
+    for turn in range(40):
+        start = 30_000 + 3 * turn
+        positions = torch.arange(start, start + 2, device=DEVICE)
+        blocks = torch.rand(2, start // size, generator=generator).topk(most).indices.sort().values.int().to(DEVICE)
+        found, theirs = (
+            take(table, blocks, positions, size)
+            for take, table in zip((own.take_slots, take_slots), tables, strict=True)
+        )
+        assert all(map(torch.equal, found, theirs))
+        assert all(torch.equal(*each) for each in zip(*(vars(table).values() for table in tables), strict=True))
+        assert own.copies is not None
+        own.copies.chunks(address, found[1], held, chunk=size, page=page, tile=72 * page)
+        new = torch.randn(2, 2, 2, 256, generator=generator).bfloat16().to(DEVICE)
+        slot_of = tables[0].slot_of
+        own.copies.new_rows(new, positions, slot_of, held[0], address[0], size=size, page=page, tile=72 * page)
+        torch.cuda.synchronize()
+        text = home.transpose(1, 2).flatten(2, 3).to(DEVICE)  # [2, H_kv, tokens, D]
+        assert torch.equal(text[:, :, start : start + 2], new)
+        chosen, slots = blocks.flatten().long(), found[0].flatten().long()
+        there, wanted = held[0].unflatten(2, (-1, size))[:, :, slots], text.unflatten(2, (-1, size))[:, :, chosen]
+        counts = (chosen[:, None] * size + torch.arange(size, device=DEVICE) < start)[:, :, None]
+        assert torch.equal(there * counts, wanted * counts)
+
+
+def _slot_table(num_blocks: int, num_slots: int) -> SlotTable:
+    of_blocks, of_slots = (torch.zeros(2, each, dtype=torch.int32, device=DEVICE) for each in (num_blocks, num_slots))
+    of_blocks[0] = of_slots[0] = -1
+    return SlotTable(*of_blocks, *of_slots, torch.zeros(1, dtype=torch.int32, device=DEVICE))
 
 
 def test_attention_over_all_blocks_has_the_bits_of_attention() -> None:

@@ -35,6 +35,7 @@ from offload.kernels.cpu import VARIABLE  # noqa: E402
 from offload.kernels.device import DeviceKernels  # noqa: E402
 from offload.kernels.gpu import (  # noqa: E402
     activation,
+    block_slots,
     choosing,
     chosen_programs,
     convolution,
@@ -304,6 +305,28 @@ def test_blocks_are_scored_and_chosen_in_registers(capability: int, dtype: str, 
             warps=choosing.CHUNK_WARPS,
         )  # fmt: skip
         assert found.spilled_bytes == 0
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("num_slots", [544, 8224])
+def test_slots_for_blocks_are_given_in_registers(capability: int, num_slots: int) -> None:
+    tables = dict.fromkeys(("blocks", "slot_of", "asked", "block_in", "used", "clock", "missing", "found"), "*i32")
+    pointers, size = tables | {"positions": "*i64", "wanted": "*i64"}, {"SIZE": 4}
+    programs = [
+        (block_slots.mark_asked, size | {"BLOCK": block_slots.BLOCK}, 4),
+        (block_slots.list_missing, {"CHUNK": block_slots.CHUNK}, block_slots.WARPS),
+        (
+            block_slots.give_slots,
+            size | {"PADDED": block_slots.padded(num_slots), "CHUNK": block_slots.CHUNK},
+            block_slots.WARPS,
+        ),
+        (block_slots.look_up, {"BLOCK": block_slots.BLOCK}, 4),
+    ]
+    for program, constants, num_warps in programs:
+        found = compiled(program, capability, pointers, constants, warps=num_warps)
+        assert found.spilled_bytes == 0
+        assert found.registers <= 255
 
 
 @pytest.mark.few(2)
@@ -755,6 +778,16 @@ def test_rows_of_a_table_on_the_host_are_copied_16_bytes_at_a_time(capability: i
     moved = [op for op in re.findall(r"(?:ld|st)\.global[.\w:]*", found.ptx) if not op.startswith("ld.global.b64")]
     assert moved
     assert all(".v4.b32" in op for op in moved), moved
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_new_rows_go_home_in_registers(capability: int) -> None:
+    pointers = {"rows": "*i32", "positions": "*i64", "slot_of": "*i32", "held": "*i32", "homes": "*i64"}
+    constants = {"SIZE": 4, "PAGE": 512, "TILE": 8192, "WORDS": 128, "WORDS_PADDED": 128}
+    found = compiled(copies.copy_new_rows, capability, pointers, constants, warps=copies.warps(128))
+    assert found.spilled_bytes == 0
+    assert found.registers <= 48
 
 
 def test_spills_are_noticed() -> None:

@@ -21,6 +21,7 @@ from offload.engine.request import GenerationRequest
 from offload.errors import UsageError
 from offload.kernels import choosing, delta, pooled
 from offload.kernels.norms import NormWeights
+from offload.kernels.places import RowPlaces
 from offload.kernels.rope import RopeTable
 from offload.kv import Cache
 from offload.kv.block_cache import BlockCache
@@ -180,8 +181,8 @@ def test_a_prefill_that_is_broken_off_leaves_the_incomplete_block(folder: Path) 
 def _rope_at_the_last_token(patch: pytest.MonkeyPatch) -> None:
     real = pooled.pooled_keys
 
-    def mutant(raw: Tensor, norm: NormWeights, rope: RopeTable, first: int) -> Tensor:
-        return real(raw, norm, rope, first + raw.shape[1] - 1)
+    def mutant(raw: Tensor, norm: NormWeights, rope: RopeTable, places: RowPlaces) -> Tensor:
+        return real(raw, norm, rope, RowPlaces(places.positions + raw.shape[1] - 1, places.slots))
 
     patch.setattr("offload.kv.block_index.pooled_keys", mutant)
 
@@ -189,8 +190,8 @@ def _rope_at_the_last_token(patch: pytest.MonkeyPatch) -> None:
 def _norm_before_the_mean(patch: pytest.MonkeyPatch) -> None:
     real = pooled.pooled_keys
 
-    def mutant(raw: Tensor, norm: NormWeights, rope: RopeTable, first: int) -> Tensor:
-        return real(norm(raw), norm, rope, first)
+    def mutant(raw: Tensor, norm: NormWeights, rope: RopeTable, places: RowPlaces) -> Tensor:
+        return real(norm(raw), norm, rope, places)
 
     patch.setattr("offload.kv.block_index.pooled_keys", mutant)
 
@@ -244,9 +245,9 @@ def _stale_keys(patch: pytest.MonkeyPatch) -> None:
     """A block's key is the one of rejected tokens."""
     real = BlockIndex.add
 
-    def mutant(self: BlockIndex, layer: int, start: int, index: Any) -> Any:
+    def mutant(self: BlockIndex, layer: int, start: int, *given: Any, **named: Any) -> Any:
         stale = self.keys.clone()
-        found = real(self, layer, start, index)
+        found = real(self, layer, start, *given, **named)
         first = start // self.indexer.ratio
         if stale[layer, first].any():
             self.keys[layer, first] = stale[layer, first]
@@ -274,10 +275,15 @@ def test_mutants_of_the_formula_differ_from_transformers(
 def _another_sequences_block(patch: pytest.MonkeyPatch) -> None:
     """A slot that was given away is read for the block that it had."""
 
-    def mutant(self: BlockCache, layer: int, blocks: Tensor, slots: Tensor) -> None:
-        self._slots[layer].index_copy_(0, blocks, slots)
+    real = BlockCache.bring
 
-    patch.setattr(BlockCache, "_give", mutant)
+    def mutant(self: BlockCache, layer: int, blocks: Tensor, positions: Tensor) -> Tensor:
+        slot_of, before = self.table(layer).slot_of, self.table(layer).slot_of.clone()
+        found = real(self, layer, blocks, positions)
+        slot_of.copy_(torch.where(slot_of < 0, before, slot_of))
+        return found
+
+    patch.setattr(BlockCache, "bring", mutant)
 
 
 def _slots_of_before_a_prefill(patch: pytest.MonkeyPatch) -> None:

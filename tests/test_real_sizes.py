@@ -7,6 +7,7 @@ Attention of few rows is launched as on a GPU, by the Triton programs, which are
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from offload.config.reading import read_config
 from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
-from offload.plan.kernel_counts import layer_kernels
+from offload.plan.kernel_counts import BLOCK_KERNELS, layer_kernels
 from offload.plan.options import Options
 from offload.plan.passes import graph_levels
 from offload.plan.request import Request
@@ -188,6 +189,15 @@ GEMMA_4 = SIZES | MIXTURE | {
     "sliding_window": 1024, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 8,
     "tie_word_embeddings": True,
 }  # fmt: skip
+FLASH: dict[str, object] = {
+    "model_type": "qwen4_exp_text", "vocab_size": LLAMA_68M.vocab_size, "hidden_size": 2560, "head_dim": 256,
+    "num_attention_heads": 24, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 128, "num_experts_per_tok": 10,
+    "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640, "hc_count": 4, "hc_lowrank": 320,
+    "output_gate_type": "sigmoid", "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128,
+    "indexer_budget": 2048, "indexer_compress_ratio": 4, "tie_word_embeddings": True, "num_hidden_layers": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 COUNTED: dict[str, tuple[dict[str, object], int]] = {  # with kernels of the embedding, of padding and of the head
     "gemma4_text": (GEMMA_4, 9),
     "qwen3_5_text": (QWEN3_6_27B | {"num_hidden_layers": 4}, 8),
@@ -214,17 +224,13 @@ COUNTED: dict[str, tuple[dict[str, object], int]] = {  # with kernels of the emb
 }  # fmt: skip
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", COUNTED)
-def test_a_pass_has_the_kernels_that_the_plan_prices_and_runs_as_a_graph(kind: str, tmp_path: Path) -> None:
-    """Beside those outside layers, and a launch for each further run of a long cache."""
-    fields, outside = COUNTED[kind]
-    given = fields | {"max_position_embeddings": 2**18, "model_type": kind, "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    target = read_config(tmp_path)
-    options = Options(speculation=False)
+def launches_of(fields: dict[str, object], folder: Path, *offload: str) -> tuple[ModelConfig, list[Counter[str]]]:
+    """The launches of three passes of a row, of which the last is a graph that was recorded before."""
+    given = {"max_position_embeddings": 2**18, "dtype": "bfloat16"} | fields
+    (folder / "config.json").write_text(json.dumps(given))
+    target, options = read_config(folder), Options(speculation=False, offload=frozenset(offload))
     plan = Request(target, None, options, LARGE).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
-    assert plan.placement.offload == ()
+    assert plan.placement.offload == offload
     assert graph_levels(plan.composition, plan.placement, LARGE, target, "bf16") == ("target",)
     with worker_without_bytes(plan, target, LLAMA_68M) as (worker, gpu):
         launches = []
@@ -232,14 +238,33 @@ def test_a_pass_has_the_kernels_that_the_plan_prices_and_runs_as_a_graph(kind: s
             gpu.launches.clear()
             forward(worker.levels["target"], [1], 1)
             launches.append(gpu.launches.copy())
-    attentions = [block.attention for block in target.blocks if block.attends]
-    runs = sum(-(-15 // run_tiles(each)) if each.window is None else 1 for each in attentions)
-    assert launches[0]["attend_spans"] == runs
-    assert launches[0].total() - (runs - len(attentions)) - outside == sum(map(layer_kernels, target.blocks))
     assert launches[2]["graph"] == 1
     assert launches[2].total() <= 6
     assert gpu.problems == []
     assert gpu.bytes_peak <= plan.placement.total_device_bytes
+    return target, launches
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_pass_has_the_kernels_that_the_plan_prices_and_runs_as_a_graph(kind: str, tmp_path: Path) -> None:
+    """Beside those outside layers, and a launch for each further run of a long cache."""
+    fields, outside = COUNTED[kind]
+    target, launches = launches_of(fields | {"model_type": kind}, tmp_path)
+    attentions = [block.attention for block in target.blocks if block.attends]
+    runs = sum(-(-15 // run_tiles(each)) if each.window is None else 1 for each in attentions)
+    assert launches[0]["attend_spans"] == runs
+    assert launches[0].total() - (runs - len(attentions)) - outside == sum(map(layer_kernels, target.blocks))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("offload", [(), ("kv",)])
+def test_a_pass_over_chosen_blocks_is_a_graph_wherever_they_are(offload: tuple[str, ...], tmp_path: Path) -> None:
+    """With the kernels that the plan prices, and 27 outside layers, 28 where blocks are on the host: most of these
+    compute the rows' places."""
+    target, launches = launches_of(FLASH, tmp_path, *offload)
+    more = BLOCK_KERNELS * len(target.growing) if offload else 0
+    assert launches[0].total() == sum(map(layer_kernels, target.blocks)) + more + 27 + bool(offload)
 
 
 @pytest.mark.deep

@@ -20,6 +20,7 @@ from offload.formats.quantised import Codes
 from offload.formats.quantised_kv import KVCodes, Order, encode_with_torch
 from offload.formats.stored import StoredMatrix
 from offload.kernels.activation import gated
+from offload.kernels.block_slots import TakeSlots, take_slots
 from offload.kernels.choosing import choose
 from offload.kernels.convolution import dilated_convolution, short_convolution
 from offload.kernels.delta import delta_rule
@@ -57,18 +58,28 @@ class CopyPackedChunks(Protocol):
     ) -> None: ...  # fmt: skip
 
 
+class CopyNewRows(Protocol):
+    """A copy of new rows home and into a block cache, see `kernels.gpu.copies.new_rows`."""
+
+    def __call__(
+        self, rows: Tensor, positions: Tensor, slot_of: Tensor, held: Tensor, homes: Tensor, *, size: int, page: int,
+        tile: int,
+    ) -> None: ...  # fmt: skip
+
+
 Gated = Callable[[Tensor, Activation], Tensor]
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies by a GPU's own kernels, which read the host's pinned memory themselves.
+    """Copies by a GPU's own kernels, which read and write the host's pinned memory themselves.
 
     rows: see `kernels.gpu.copies.table_rows`. quantise_kv: of what was copied; see `formats.quantised_kv_gpu.encode`.
     """
 
     chunks: CopyChunks
     packed_chunks: CopyPackedChunks
+    new_rows: CopyNewRows
     rows: Callable[[Tensor, Tensor, Tensor], None]
     quantise_kv: Callable[[Tensor, KVCodes, Tensor], None]
 
@@ -114,6 +125,8 @@ class DeviceKernels:
     prefill: Callable[[int], PrefillAttention | None] = _no_prefill
     # Blocks of tokens by a layer's index: see `kernels.choosing.choose`.
     choose: Callable[[Tensor, Tensor, Tensor, int], Tensor] = choose
+    # Of a cache of blocks that rows chose.
+    take_slots: TakeSlots = take_slots
     # x [T, inputs] times the matrix, transposed, plus bias [outputs] or None, in the dtype of x.
     multiply: Callable[[Tensor, Codes, Tensor | None], Tensor] = _multiply
     # The same with a matrix as a checkpoint stores it: with its numbers rounded to the dtype of x, or, on a CPU without

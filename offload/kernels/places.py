@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.rope import Scoring, rotate, rotate_queries
+from offload.kernels.rope import RopeTable, Scoring, rotate, rotate_queries
 
 
 class RowPlaces:
@@ -25,8 +25,11 @@ class RowPlaces:
 
     def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
         """Keys k [T, H_kv, D], rotated and weighted. scoring: of all positions; the caller keeps it alive."""
-        table = self._rows("cos", scoring.rope.cos), self._rows("sin", scoring.rope.sin)
-        return scoring.weighed_keys(rotate(k, *table))
+        return scoring.weighed_keys(self.rotated_by(scoring.rope, k))
+
+    def rotated_by(self, rope: RopeTable, x: Tensor) -> Tensor:
+        """x [T, H, D], rotated by a table, which the caller keeps alive."""
+        return rotate(x, self._rows("cos", rope.cos), self._rows("sin", rope.sin))
 
     def queries(self, q: Tensor, scoring: Scoring, last: int | None = None) -> Tensor:
         """Queries q [T, H, D], rotated to the positions, but at most to `last`, and weighted."""
@@ -51,6 +54,42 @@ class RowPlaces:
             return pad(self.slots, (0, -len(self.slots) % rows)).view(-1, 1, rows).expand(-1, group, -1).flatten(1)
 
         return self._once(f"{rows} rows", group, filled).unbind()
+
+    def blocks(self, size: int, count: int) -> RowPlaces:
+        """The places of `count` blocks of `size` tokens, from the first row's on: positions of their first tokens;
+        slots: their numbers."""
+
+        def numbers() -> Tensor:
+            return self.positions[:1] // size + torch.arange(count, device=self.positions.device)
+
+        found = self._once(f"blocks of {size}", count, numbers)
+        return RowPlaces(self._once(f"starts of blocks of {size}", count, lambda: found * size), found)
+
+    def members(self, size: int, count: int) -> Tensor:
+        """The rows of the tokens of these blocks, int64 [count * size], among the `size` before the first row and the
+        rows; the last one stands for those after it."""
+
+        def rows() -> Tensor:
+            steps = torch.arange(size, size + count * size, device=self.positions.device)
+            return (steps - self.positions[:1] % size).clamp(max=size + len(self.positions) - 1)
+
+        return self._once(f"members of blocks of {size}", count, rows)
+
+    def before(self, count: int, ring: int) -> Tensor:
+        """The places of the `count` tokens before the first row in a ring, int64 [count]."""
+
+        def places() -> Tensor:
+            return (self.positions[:1] + torch.arange(-count, 0, device=self.positions.device)) % ring
+
+        return self._once(f"{count} before", ring, places)
+
+    def last(self, ring: int) -> Tensor:
+        """The places of the last rows in a ring, at most as many as it has, int64 [n]."""
+        return self._once("last", ring, lambda: self.positions[-ring:] % ring)
+
+    def of_rows(self, rows: slice) -> RowPlaces:
+        """The places of some rows."""
+        return RowPlaces(self.positions[rows], self.slots[rows], self.bounds)
 
     def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
         """The rows of a table [positions, ...] at the positions."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
+from offload.kernels.block_slots import SlotTable
 from offload.kernels.device import DeviceKernels
 from offload.kernels.runs import Run
-from offload.kv.fetch import Tail, make_fetch
+from offload.kv.fetch import HostFetch, Tail, copies_of
 from offload.kv.full import FullCache
+from offload.plan.sizing import CHOOSING_ROWS, KEYS_GROWTH
 from offload.transfer.memory import Memory
 
 PURPOSE = "block cache"
@@ -18,76 +22,96 @@ _NO_TAIL = Tail(0, 0, 0, 0)
 class BlockCache:
     """Slots of each layer for blocks of `size` tokens, [L, 2, H_kv, slots * size, D] on the device. A block that is in
     none takes the slot of the least recently used one. Layers do not share slots: they come in turns, and where a pass
-    wants more than all slots hold, each would have lost its blocks when it comes again."""
+    wants more than all slots hold, each would have lost its blocks when it comes again.
+
+    copies: of a GPU's own kernels, where they reach all homes: they bring blocks and take new rows home, and the host
+    reads nothing; None: the host does. new: room for rows of a layer, [2, 1, H_kv, rows, D]."""
 
     def __init__(self, memory: Memory, full: FullCache, size: int, slots: int, kernels: DeviceKernels) -> None:
         """full: whose homes on the host have all rows."""
-        shape, count = full.shape, full.num_layers
-        self.size, self.num_slots, self._memory = size, slots, memory
+        shape, count, device = full.shape, full.num_layers, memory.device
+        self.size, self.num_slots, self._memory, self._full = size, slots, memory, full
         held = count, 2, shape.num_kv_heads, slots * size, shape.head_dim
         self.held = memory.allocate(held, shape.dtype, tier="device", purpose=PURPOSE)
-        of_layer = self.held[0].nbytes
-        self._fetches = [make_fetch(full, size, kernels, of_layer, [layer]) for layer in range(count)]
-        device = memory.device
-        self._slots = torch.full((count, 0), -1, dtype=torch.long, device=device)  # by block
-        self._blocks = torch.full((count, slots), -1, dtype=torch.long, device=device)  # by slot
-        self._used = torch.zeros(count, slots, dtype=torch.long, device=device)  # when, by slot
-        self._clock = 0
+        new = 2, 1, shape.num_kv_heads, CHOOSING_ROWS, shape.head_dim
+        self.new = memory.allocate(new, shape.dtype, tier="device", purpose=PURPOSE)
+        self.copies = copies_of(full, kernels)
+        self._fetches = list[HostFetch]()
+        if self.copies is None:
+            of_layer = self.held[0].nbytes
+            self._fetches = [HostFetch(full, size, kernels, of_layer, [layer]) for layer in range(count)]
+        self._take = kernels.take_slots
+        self._of_slots = torch.zeros(2, count, slots, dtype=torch.int32, device=device)
+        self._of_slots[0] = -1
+        self._clocks = torch.zeros(count, 1, dtype=torch.int32, device=device)
+        self._of_blocks = torch.zeros(2, count, 0, dtype=torch.int32, device=device)
 
     def reserve(self, num_tokens: int) -> None:
         """Know the blocks of `num_tokens` tokens."""
-        missing = -(-num_tokens // self.size) - self._slots.shape[1]
+        missing = -(-num_tokens // self.size) - self._of_blocks.shape[2]
         if missing > 0:
-            more = self._slots.new_full((len(self._slots), missing), -1)
-            self._slots = torch.cat([self._slots, more], 1)
+            more = self._of_blocks.new_zeros(2, len(self.held), -(-missing // KEYS_GROWTH) * KEYS_GROWTH)
+            more[0] = -1
+            self._of_blocks = torch.cat([self._of_blocks, more], 2)
+
+    def rows_at_once(self, most_blocks: int) -> int:
+        """The rows that have slots at the same time, if each attends to so many whole blocks and an incomplete one."""
+        return max((self.num_slots - 2) * self.size // ((most_blocks + 1) * self.size + 1), 1)  # see `slots_of`
+
+    def table(self, layer: int) -> SlotTable:
+        """Which block is in which slot of a layer."""
+        slot_of, asked = self._of_blocks[:, layer]
+        block_in, used = self._of_slots[:, layer]
+        return SlotTable(slot_of, asked, block_in, used, self._clocks[layer])
 
     def run(self, layer: int) -> Run:
         """All slots of a layer as one run, in which a block's tokens are at its slot."""
         return Run(self.held[layer][:, None], self.num_slots * self.size)
 
-    def slots(self, layer: int, blocks: Tensor, start: int) -> Tensor:
-        """The slots of `blocks`, each once and at most as many as there are slots, with the rows of their tokens before
-        `start`. They count as used now."""
-        slots, own = self._slots[layer], self._used[layer]
-        self._clock += 1
-        found = slots[blocks]
-        own[found[found >= 0]] = self._clock
-        missing = blocks[found < 0]
-        if len(missing):
-            free = own.topk(len(missing), largest=False).indices
-            self._give(layer, missing, free)
-            wanted = torch.full_like(self._blocks[layer], -1)
-            wanted[free] = torch.where(missing * self.size < start, missing, -1)
-            heads = self.held.shape[2]
-            self._fetches[layer].fetch(self.held[layer][None], _NO_TAIL, wanted.expand(1, heads, -1).contiguous())
-        return slots[blocks]
+    def bring(self, layer: int, blocks: Tensor, positions: Tensor) -> Tensor:
+        """Bring blocks, int32 [T, n], -1 for none, and those of the rows' positions, see `TakeSlots`, to slots, with
+        the rows of their tokens before the first position. Returns their slots, int32 [T, n]."""
+        found, wanted = self._take(self.table(layer), blocks, positions, self.size)
+        held, shape = self.held[layer : layer + 1], self._full.shape
+        if self.copies is None:
+            wanted = wanted.expand(1, shape.num_kv_heads, -1).contiguous()
+            self._fetches[layer].fetch(held, _NO_TAIL, wanted)
+        else:
+            homes = self._full.pages.store.addresses()[layer : layer + 1]
+            self.copies.chunks(homes, wanted, held, chunk=self.size, page=shape.page_tokens, tile=shape.tokens)
+        return found
 
-    def places(self, layer: int, blocks: Tensor) -> Tensor:
-        """The slots of blocks that are in some, for each of `blocks`; -1 for -1."""
-        return torch.where(blocks >= 0, self._slots[layer][blocks.clamp(min=0)], -1)
-
-    def write(self, layer: int, start: int, rows: Tensor) -> None:
-        """Write rows [2, H_kv, n, D] of the tokens at `start` and on, whose blocks are in slots."""
-        tokens = torch.arange(start, start + rows.shape[2], device=rows.device)
-        at = self._slots[layer][tokens // self.size] * self.size + tokens % self.size
-        self.held[layer].index_copy_(2, at, rows)
+    def write(self, layer: int, start: int, positions: Tensor) -> None:
+        """Write the first rows of `new`, but for padding, to the slots of their blocks, and home. positions: of the
+        rows, from `start` on, see `TakeSlots`."""
+        rows, slot_of = self.new[:, 0, :, : len(positions)], self._of_blocks[0, layer]
+        pages, shape = self._full.pages, self._full.shape
+        if self.copies is not None:
+            more = {"size": self.size, "page": shape.page_tokens, "tile": shape.tokens}
+            homes = pages.store.addresses()[layer]
+            self.copies.new_rows(rows, positions, slot_of, self.held[layer], homes, **more)
+            return
+        positions = positions[positions >= 0]
+        at = slot_of[positions // self.size] * self.size + positions % self.size
+        self.held[layer].index_copy_(2, at, rows[:, :, : len(at)])
+        pages.write_rows(layer, start, rows[:, :, : len(at)])
 
     def forget(self, first: int) -> None:
         """Forget the blocks from `first` on, whose rows change at home."""
-        self._slots[:, first:] = -1
-        gone = self._blocks >= first
-        self._blocks[gone], self._used[gone] = -1, 0
+        self._of_blocks[0, :, first:] = -1
+        block_in, used = self._of_slots
+        used.masked_fill_(block_in >= first, 0)
+        block_in.masked_fill_(block_in >= first, -1)
+
+    @property
+    def graph_key(self) -> Hashable:
+        """A part of `Cache.graph_key`: where the table and the homes' addresses are."""
+        return self._of_blocks.data_ptr(), self._of_blocks.shape, self._full.pages.store.num_tiles
 
     def nbytes(self) -> int:
-        return self.held.nbytes
+        return self.held.nbytes + self.new.nbytes
 
     def release(self) -> None:
         """Release the memory; the cache is not used again."""
-        self._memory.released(self.held, tier="device", purpose=PURPOSE)
-
-    def _give(self, layer: int, blocks: Tensor, slots: Tensor) -> None:
-        """Give slots to blocks that are in none."""
-        before = self._blocks[layer, slots]
-        self._slots[layer, before[before >= 0]] = -1
-        self._blocks[layer, slots], self._slots[layer, blocks] = blocks, slots
-        self._used[layer, slots] = self._clock
+        for held in (self.held, self.new):
+            self._memory.released(held, tier="device", purpose=PURPOSE)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from offload.config.mixers import Indexer
 from offload.config.model import ModelConfig
+from offload.kernels.places import RowPlaces
 from offload.kernels.pooled import IndexRows, pooled_keys
 from offload.kernels.rope import Scoring
 from offload.kv.parts import PageUnits, Shapes, Split, Unit
@@ -42,7 +43,7 @@ class BlockIndex(PageUnits):
         self.keys = self._allocate(0)
         self.raw = self._allocate(raw_keys(indexer))
         self._oldest = 0  # token from which on raw keys are known
-        self._begun = 0, torch.empty(0)  # where the pass under way began, and `tail` there
+        self._begun: tuple[int, Tensor | None] = 0, None  # where the pass under way began; `tail` there if it is lost
         self._tails = dict[int, Tensor]()  # of units that were filled, by the tokens up to their ends
 
     @property
@@ -65,22 +66,31 @@ class BlockIndex(PageUnits):
 
     def begin(self, start: int, num_rows: int) -> None:
         """A pass of `num_rows` rows begins after `start` tokens."""
-        self._begun = start, self.tail(start)
         self._oldest = max(self._oldest, start + num_rows - self.raw.shape[1])
+        first = start - start % self.indexer.ratio
+        self._begun = start, self.tail(start) if first < self._oldest else None
 
-    def add(self, layer: int, start: int, index: IndexRows) -> tuple[Tensor, Tensor]:
-        """Add the keys of new tokens at `start` and on. Returns the rotated queries [T, H_i, D_i], and the keys of all
-        blocks that are whole then, [N, D_i]."""
-        ratio, rope, stop = self.indexer.ratio, self._ropes[layer], start + len(index.k)
-        first = start - start % ratio
-        rows = torch.cat([self.raw[layer, self._places(first, start)], index.k])
-        whole = len(rows) // ratio
-        if whole:
-            keys = pooled_keys(rows[: whole * ratio].unflatten(0, (whole, ratio)), index.norm, rope, first)
-            self.keys[layer, first // ratio : first // ratio + whole] = keys
-        kept = max(stop - self.raw.shape[1], start)
-        self.raw[layer, self._places(kept, stop)] = index.k[kept - start :]
-        return rope.rotated(index.q, index.q[:, :1], start)[0], self.keys[layer, : stop // ratio]
+    def add(
+        self, layer: int, start: int, places: RowPlaces, index: IndexRows, *, moving: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys of new tokens at `start` and on. places: of them. moving: see `Rows`. Returns the rotated
+        queries [T, H_i, D_i], and the keys of all blocks that are whole then, [N, D_i], and if `moving` of others
+        behind them."""
+        ratio, rope, num_raw = self.indexer.ratio, self._ropes[layer], self.raw.shape[1]
+        count = (len(index.k) + (ratio - 1 if moving else start % ratio)) // ratio  # blocks that are whole now, at most
+        if count:
+            raw = torch.cat([self.raw[layer].index_select(0, places.before(ratio, num_raw)), index.k])
+            raw, blocks = raw.index_select(0, places.members(ratio, count)), places.blocks(ratio, count)
+            keys = pooled_keys(raw.unflatten(0, (count, ratio)), index.norm, rope, blocks)
+            self.keys[layer].index_copy_(0, blocks.slots, keys)
+        self.raw[layer].index_copy_(0, places.last(num_raw), index.k[-num_raw:])
+        found = self.keys[layer] if moving else self.keys[layer, : (start + len(index.k)) // ratio]
+        return places.rotated_by(rope, index.q), found
+
+    @property
+    def graph_key(self) -> Hashable:
+        """A part of `Cache.graph_key`: where the keys are."""
+        return self.keys.data_ptr(), self.keys.shape
 
     def tail(self, length: int) -> Tensor:
         """The raw keys of the tokens of an incomplete last block, [L, ratio - 1, D_i], 0 after them."""

@@ -199,10 +199,16 @@ def _read_tail(full: FullCache, held: Tensor, tail: Tail, reads: Tensor) -> None
         held[:, :, :, at : at + stop - start] = _of_layers(full.pages.reader.tokens(start, stop), reads)
 
 
+def copies_of(full: FullCache, kernels: DeviceKernels) -> Copies | None:
+    """The copies by the device's kernels; None where there are none, or where they do not reach all homes."""
+    reaches = kernels.copies is not None and (full.pages.all_on_device or kernels_read_host(full.device))
+    return kernels.copies if reaches else None
+
+
 def make_fetch(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int, reads: Sequence[int] = ()) -> Fetch:
     """A `Fetch` by the GPU's kernel, if the device has one and the kernel reaches all homes; otherwise by the host.
     num_bytes: of the buffer. reads: of its layers, see `Fetch`; (): it has those with a home."""
     reads = reads or range(full.num_layers)
-    if kernels.copies is not None and (full.pages.all_on_device or kernels_read_host(full.device)):
-        return GpuFetch(full, chunk, kernels.copies, reads)
+    if (copies := copies_of(full, kernels)) is not None:
+        return GpuFetch(full, chunk, copies, reads)
     return HostFetch(full, chunk, kernels, num_bytes, reads)

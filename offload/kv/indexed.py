@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.kernels.block_slots import NOWHERE
 from offload.kernels.device import NONE, DeviceKernels
+from offload.kernels.places import RowPlaces
 from offload.kernels.pooled import IndexRows
 from offload.kernels.runs import Chosen, Rows, Run
 from offload.kv import Phase
-from offload.kv.block_cache import PURPOSE, BlockCache
+from offload.kv.block_cache import BlockCache
 from offload.kv.block_index import BlockIndex
 from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
@@ -36,45 +39,74 @@ class IndexedCache(FullCache):
         super().__init__(memory, shape, **others)
         kernels: DeviceKernels = others.get("kernels", NONE)
         self.index, self._choose = index, kernels.choose
-        self.blocks: BlockCache | None = None
-        if block_slots:
-            self.blocks = BlockCache(memory, self, index.indexer.ratio, block_slots, kernels)
-            size = 2, 1, shape.num_kv_heads, CHOOSING_ROWS, shape.head_dim
-            self._new = memory.allocate(size, shape.dtype, tier="device", purpose=PURPOSE)
+        self.blocks = BlockCache(memory, self, index.indexer.ratio, block_slots, kernels) if block_slots else None
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
+        self._know(num_tokens)
+
+    def _know(self, num_tokens: int) -> None:
+        """Have room for what is kept of the blocks of `num_tokens` tokens."""
         self.index.reserve(num_tokens)
+        if self.blocks is not None:
+            self.blocks.reserve(num_tokens)
 
     def begin(self, phase: Phase, num_rows: int, *, ahead: bool = False) -> None:
         super().begin(phase, num_rows, ahead=ahead)
-        self.index.reserve(self.length + num_rows)
+        self._stop = self.length + num_rows
+        self._know(self._stop)
         self.index.begin(self.length, num_rows)
-        if self.blocks is not None:
-            self.blocks.reserve(self.length + num_rows)
-            if phase == "prefill":
-                self.blocks.forget(self.length // self.blocks.size)
+        if self.blocks is not None and phase == "prefill":  # whose end waits until its rows are home
+            self.blocks.forget(self.length // self.blocks.size)
+
+    def _end_blocks(self, blocks: BlockCache, phase: Phase | None) -> None:
+        if phase == "decode" and blocks.copies is not None:
+            self.pages.wrote_home(self._start, self._stop)
 
     def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
         """As `attend`, over what the index chooses for each row."""
         if self._phase is None:
             raise RuntimeError("attend outside a forward: call begin first")
-        start = self._start + self._taken[layer]
+        every = self._rows(layer, q, k, v)
         self._taken[layer] += len(q)
-        queries, keys = self.index.add(layer, start, index)
-        every, found = Rows(q, k, v, self.scorings[layer], start, start), []
+        places, most, found = every.in_memory(), self._rows_at_once, list[Tensor]()
+        queries, keys = self.index.add(layer, every.index, places, index, moving=every.moving)
         for first in range(0, len(q), CHOOSING_ROWS):
             own = slice(first, first + CHOOSING_ROWS)
+            seen = places.positions[own] + 1
+            if index.real is not None:  # padding attends to nothing, so that no block is brought for it
+                seen = seen * index.real[own]
+            chosen = self._choice(queries[own], keys, seen)
             rows = _some(every, own)
-            chosen = self._choice(queries[own], keys, rows.index)
-            if self.blocks is not None and self._phase == "decode":
-                found += self._by_blocks(self.blocks, layer, rows, chosen)
-            else:
-                found.append(self._over_tiles(self._phase, layer, rows, chosen))
+            for part in (slice(at, at + most) for at in range(0, len(rows.q), most)):
+                found.append(self._attended(layer, _some(rows, part), chosen.of_rows(part)))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _over_tiles(self, phase: Phase, layer: int, rows: Rows, chosen: Chosen) -> Tensor:
-        """The attention of a few rows over what they choose of all tiles, which are on the device."""
+    def _rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Rows:
+        """The next rows of the forward in a layer."""
+        start, scoring = self._start + self._taken[layer], self.scorings[layer]
+        if self._phase == "prefill":
+            return Rows(q, k, v, scoring, start, start)
+        return replace(self._places.rows(0, (q, k, v), scoring), moving=self._is_whole)
+
+    @property
+    def _rows_at_once(self) -> int:
+        """The rows that attend to what they chose at a time."""
+        if self.blocks is None or self._phase == "prefill":
+            return CHOOSING_ROWS
+        return self.blocks.rows_at_once(self.index.indexer.most_blocks)
+
+    def _attended(self, layer: int, rows: Rows, chosen: Chosen) -> Tensor:
+        """The attention of a few rows over what they choose."""
+        assert self._phase is not None
+        if self.blocks is None or self._phase == "prefill":
+            self._over_tiles(self._phase, layer, rows, chosen)
+        else:
+            self._over_blocks(self.blocks, layer, rows, chosen)
+        return self._attention.merge()[0]
+
+    def _over_tiles(self, phase: Phase, layer: int, rows: Rows, chosen: Chosen) -> None:
+        """Attend over all tiles, which are on the device."""
         attention, access, tokens = self._attention, self.pages.access[phase], self.shape.tokens
         start, stop = rows.index, rows.index + len(rows.q)
         attention.begin(rows, [self.index.indexer.most_tokens])
@@ -88,35 +120,22 @@ class IndexedCache(FullCache):
             runs.append(run)
             access.close(layer, number)
         attention.attend_chosen(runs, chosen)
-        return attention.merge()[0]
 
-    def _by_blocks(self, blocks: BlockCache, layer: int, rows: Rows, chosen: Chosen) -> list[Tensor]:
-        """The attention of a few rows over what they choose, in the slots of `blocks`: of so many rows at a time that
-        all have room."""
-        start, stop = rows.index, rows.index + len(rows.q)
-        new = torch.arange(start // blocks.size, -(-stop // blocks.size), device=chosen.blocks.device)
-        wanted = torch.cat([chosen.blocks.flatten().long(), new]).unique()
-        wanted = wanted[wanted >= 0]
-        if len(wanted) > blocks.num_slots:
-            assert len(rows.q) > 1, f"a row wants {len(wanted)} blocks, and there are {blocks.num_slots} slots"
-            middle = len(rows.q) // 2
-            halves = [slice(0, middle), slice(middle, None)]
-            parts = ((_some(rows, half), chosen.of_rows(half)) for half in halves)
-            return [out for part in parts for out in self._by_blocks(blocks, layer, *part)]
-        blocks.slots(layer, wanted, start)
-        self._attention.begin(rows, [self.index.indexer.most_tokens])
-        self._attention.append_rows(Run(self._new, len(rows.q), start))
-        own = self._new[:, 0, :, : len(rows.q)]
-        blocks.write(layer, start, own)
-        self.pages.write_rows(layer, start, own)
-        places = replace(chosen, blocks=blocks.places(layer, chosen.blocks.long()).to(chosen.blocks.dtype))
-        self._attention.attend_chosen([blocks.run(layer)], places)
-        return [self._attention.merge()[0]]
+    def _over_blocks(self, blocks: BlockCache, layer: int, rows: Rows, chosen: Chosen) -> None:
+        """Attend over the slots of `blocks`, in which all that the rows choose has room."""
+        positions, count = rows.in_memory().positions, len(rows.q)
+        places = RowPlaces(positions, torch.arange(count, device=positions.device))
+        at = torch.where(chosen.tokens > 0, positions, NOWHERE * blocks.size)
+        slots = blocks.bring(layer, chosen.blocks, at)
+        self._attention.begin(replace(rows, index=0, places=places), [self.index.indexer.most_tokens])
+        self._attention.append_rows(Run(blocks.new, count))
+        blocks.write(layer, rows.index, at)
+        self._attention.attend_chosen([blocks.run(layer)], replace(chosen, blocks=slots))
 
-    def _choice(self, queries: Tensor, keys: Tensor, start: int) -> Chosen:
-        """The blocks of rows at `start` and on: those that are chosen among the whole ones, and the incomplete one."""
+    def _choice(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Chosen:
+        """The blocks of rows: those that are chosen among the whole ones, and the incomplete one. seen: tokens that
+        each row sees, int64 [T]."""
         indexer = self.index.indexer
-        seen = torch.arange(start + 1, start + 1 + len(queries), device=queries.device)
         visible, rest = seen // indexer.ratio, seen % indexer.ratio
         blocks = self._choose(queries, keys, visible, indexer.most_blocks)
         blocks = torch.cat([blocks, blocks.new_full((len(blocks), 1), -1)], 1)
@@ -125,6 +144,25 @@ class IndexedCache(FullCache):
         blocks.scatter_(1, count[:, None], last[:, None])
         form = self.shape.num_pages, self.shape.page_tokens
         return Chosen(blocks, (count * indexer.ratio + rest).to(torch.int32), indexer.ratio, form)
+
+    @property
+    def graph_key(self) -> Hashable:
+        """The key of the forward, see `Cache`. None unless all that its rows may choose is on the GPU, or brought there
+        by its kernels."""
+        if not self._is_whole:
+            return None
+        return self._places.number, self.index.graph_key, self.blocks and self.blocks.graph_key
+
+    @property
+    def _is_whole(self) -> bool:
+        if self.blocks is None:
+            return super()._is_whole
+        return self._places.in_memory and self.blocks.copies is not None
+
+    def _end(self) -> None:
+        if self.blocks is not None:
+            self._end_blocks(self.blocks, self._phase)
+        super()._end()
 
     def restored(self, length: int) -> None:
         super().restored(length)
@@ -147,5 +185,8 @@ class IndexedCache(FullCache):
 
 def _some(rows: Rows, own: slice) -> Rows:
     """Some of the rows, none between them left out."""
+    if own.start == 0 and own.stop >= len(rows.q):
+        return rows
+    places = None if rows.places is None else rows.places.of_rows(own)
     position, index = rows.position + own.start, rows.index + own.start
-    return Rows(rows.q[own], rows.k[own], rows.v[own], rows.scoring, position, index)
+    return replace(rows, q=rows.q[own], k=rows.k[own], v=rows.v[own], position=position, index=index, places=places)

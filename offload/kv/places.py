@@ -69,8 +69,7 @@ class Places:
         numbers on it."""
         if self._all is None or count == self._num_rows:
             return self._all
-        own = slice(first, first + count)
-        return RowPlaces(self._all.positions[own], self._all.slots[own], self._all.bounds)
+        return self._all.of_rows(slice(first, first + count))
 
     def _numbers(self) -> Tensor:
         """The bounds, the positions, then the slots, [2 + 2 * T] on the CPU."""

@@ -368,8 +368,9 @@ class _Caches:
     def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
         each = zip(*(rows.split(self._counts) for rows in (q, k, v, index.q, index.k)), strict=True)
         made = list[Tensor]()
-        for cache, (queries, keys, values, *rows) in zip(self._caches, each, strict=True):
-            of_index = IndexRows(rows[0], rows[1], index.norm)
+        every = zip(self._caches, each, self._split(index.real), strict=True)
+        for cache, (queries, keys, values, *rows), real in every:
+            of_index = IndexRows(rows[0], rows[1], index.norm, real)
             made.append(_mixing(cache).attend_chosen(layer, queries, keys, values, of_index))
         return torch.cat(made)
 

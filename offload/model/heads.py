@@ -31,12 +31,14 @@ def normed_over_ranks(q: Tensor, k: Tensor, weights: LayerWeights, sums: Sums) -
     )
 
 
-def index_rows(indexer: Indexer, weights: LayerWeights, queries: Tensor, key: Tensor) -> IndexRows:
-    """The index rows of projected queries [T, H_i * D_i] and of keys [T, D_i]."""
+def index_rows(
+    indexer: Indexer, weights: LayerWeights, queries: Tensor, key: Tensor, real: Tensor | None = None
+) -> IndexRows:
+    """The index rows of projected queries [T, H_i * D_i] and of keys [T, D_i]. real: see `IndexRows`."""
     assert weights.index_q_norm is not None
     assert weights.index_k_norm is not None
     q = normed_heads(queries, weights.index_q_norm, indexer.head_dim)
-    return IndexRows(q.unflatten(1, (indexer.num_heads, -1)), key, weights.index_k_norm)
+    return IndexRows(q.unflatten(1, (indexer.num_heads, -1)), key, weights.index_k_norm, real)
 
 
 def gated_heads(attention: Attention, attended: Tensor, gate: Tensor) -> Tensor:

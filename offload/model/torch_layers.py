@@ -182,7 +182,7 @@ class TorchLayers:
             case Attend():
                 attend = partial(caches.attend, layer)
                 if step.attention.latent is None:
-                    operands["mixed"] = self._attended(layer, step, operands["qkv"], caches)
+                    operands["mixed"] = self._attended(layer, step, operands["qkv"], caches, real)
                 else:
                     operands["mixed"] = _latent(step, step.attention.latent, operands["qkv"], attend, blocks)
             case Recur():
@@ -256,14 +256,14 @@ class TorchLayers:
         run = self._run_experts or partial(run_experts, multiply=product, blocks=blocks, host_rows=HostRows)
         return run(step.mixture, homes, x, beside, real, latents)
 
-    def _attended(self, layer: int, step: Attend, qkv: Tensor, caches: MixRows) -> Tensor:
+    def _attended(self, layer: int, step: Attend, qkv: Tensor, caches: MixRows, real: Tensor | None) -> Tensor:
         """The attention's output: qkv [T, outputs] -> [T, H * D]."""
         own, weights = step.attention, step.weights
         q, *others = qkv.split(own.parts, 1)
         attend = partial(caches.attend, layer)
         if own.indexer is not None:
             key, queries = others.pop(), others.pop()
-            index = index_rows(own.indexer, weights, queries, key)
+            index = index_rows(own.indexer, weights, queries, key, real)
             attend = partial(caches.attend_chosen, layer, index=index)
         size = 0 if own.norms_whole else own.head_dim
         if own.shares:

@@ -153,6 +153,13 @@ class PageStorage:
         assert self._mover is not None
         self._mover.write_rows(layer, start, rows)
 
+    def wrote_home(self, start: int, stop: int) -> None:
+        """Note that kernels launched so far read homes directly, and write rows of the tokens from `start` to `stop`
+        there."""
+        tiles = range(start // self.shape.tokens, -(-stop // self.shape.tokens))
+        assert self._traffic is not None
+        self._traffic.written_by_kernel((layer, index) for layer in range(self.num_layers) for index in tiles)
+
     def read_home(self) -> None:
         """Note that kernels launched so far read homes directly: `wait_home` waits for them."""
         if self._traffic is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from offload.transfer.link import Event, Link
@@ -32,6 +32,14 @@ class Traffic:
     def read_by_kernel(self) -> None:
         """Register that kernels launched so far read homes directly."""
         self._read_by_kernel = self._link.record()
+
+    def written_by_kernel(self, tiles: Iterable[Tile]) -> None:
+        """Register that kernels launched so far read homes directly, and write to those of `tiles`: after all copies to
+        homes, see `order`."""
+        self.read_by_kernel()
+        assert self._read_by_kernel is not None
+        for tile in tiles:
+            self.writes(tile, self._read_by_kernel)
 
     def before(self, tile: Tile) -> tuple[Event, ...]:
         """The events that a copy from the tile's home has to wait for."""

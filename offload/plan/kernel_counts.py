@@ -1,8 +1,8 @@
 """The number of kernels of a layer's pass over few rows on one GPU, from the layer's description.
 
 They are those of `model.torch_layers` and `kernels.gpu`, which tests/test_real_sizes.py counts on paper, but for those
-of an index and of n-grams, most of which are torch's operators and counted here. Not in them: attention to further
-runs of a long cache, and matrices of one product that are stored in unlike encodings.
+of n-grams, most of which are torch's operators and counted here. Not in them: attention to further runs of a long
+cache, and matrices of one product that are stored in unlike encodings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _LATENT = 6  # by head two products and the copies that they read, halves joined
 _LOW_RANK = 5  # of a delta rule: two products, what they read, rows joined
 _EXPERTS = 6  # scores, choice, order, two products, the sum
 _MEAN = 3  # of streams, between two products: the norm, gates, the mean
-_INDEX = 36  # a product, norms, rotations, pooling, the choice and its blocks, of which several are indexing
+_INDEX = 45  # a product, norms, rotations, pooling, the choice and its blocks, of which several are indexing
+BLOCK_KERNELS = 10  # more of a layer whose chosen blocks are on the host: slots, copies there and back
 _NGRAMS = 45  # two products, three norms, the score with its root and sign, the gate, values, the convolution
 _APART = 3  # more where gate and up are stored in unlike encodings
 

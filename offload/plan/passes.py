@@ -35,16 +35,17 @@ class SumCosts:
 def graph_levels(
     composition: Composition, placement: Placement, hardware: Hardware, target: ModelConfig, dtype: str
 ) -> tuple[str, ...]:
-    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, and kernels know its heads. Of
-    experts that is not asked: where they are on the host, a pass is several graphs, with the host's work between. But
-    kernels have to run them, which those for fp32 do not. dtype: of the rows."""
+    """The levels whose passes run as CUDA graphs: all that they use stays on one GPU, or is brought there by its
+    kernels, as chosen blocks of keys and values are, and kernels know its heads. Of experts that is not asked: where
+    they are on the host, a pass is several graphs, with the host's work between. But kernels have to run them, which
+    those for fp32 do not. dtype: of the rows."""
     by_kernels = hardware.has_kernels and dtype != "fp32"
     if hardware.is_cpu or (target.experts is not None and not by_kernels):
         return ()
     attentions = {block.attention for block in target.blocks if block.attends}
     fits = hardware.has_kernels and all(_is_known(each, by_kernels=by_kernels) for each in attentions)
     resident = placement.resident_layers == target.num_layers and hardware.num_devices == 1
-    whole = resident and "kv" not in placement.offload and fits
+    whole = resident and ("kv" not in placement.offload or target.indexer is not None) and fits
     own = composition.weight_bits < 16 and hardware.num_devices == 1
     copies = (resident or own) and (fits or not target.windowed)
     runs = {"draft": True, composition.inner: copies if composition.keeps_copies else whole, "target": whole}

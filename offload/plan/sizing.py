@@ -33,8 +33,7 @@ KV_TAIL = 64  # last tokens of the quantised cache, and up to a group more, that
 RAW_TILES = 3  # most tiles of a prefill whose pages are not packed yet
 FETCH_BYTES = 64 * 2**20  # chunks that are fetched at a time
 _EXPERTS_READ = 0.6  # of the host's read rate, over experts that the CPU runs for a GPU (docs/log.md)
-BLOCK_SLOTS = 1 << 13  # of a layer at most: 96 to 99 % of the chosen blocks are in as many (docs/memory.md)
-BLOCK_SHARE = 16  # of a device's memory one part in so many for them
+BLOCK_SHARE = 14  # of a device's memory one part in so many for slots of blocks
 CHOOSING_ROWS = 64  # rows that choose, and attend to what they chose, at a time
 _SPAN = 128  # tokens that the CPU's kernels attend to at a time, of which slots have whole numbers
 KEYS_GROWTH = 256  # keys of blocks of a layer, for which room is made at a time
@@ -65,8 +64,13 @@ def run_tiles(attention: Attention) -> int:
 
 
 def block_keys(indexer: Indexer, num_tokens: int) -> int:
-    """The blocks' keys of a layer that there is room for with `num_tokens` tokens."""
-    return -(-(num_tokens // indexer.ratio) // KEYS_GROWTH) * KEYS_GROWTH
+    """The blocks' keys of a layer that there is room for with `num_tokens` tokens, incomplete blocks too."""
+    return -(-num_tokens // (indexer.ratio * KEYS_GROWTH)) * KEYS_GROWTH
+
+
+def slots_of(indexer: Indexer, num_rows: int) -> int:
+    """Slots of a layer in which so many rows have all blocks that they choose, and those that they are part of."""
+    return num_rows * (indexer.most_blocks + 1) + -(-num_rows // indexer.ratio) + 2
 
 
 def raw_keys(indexer: Indexer) -> int:
@@ -261,12 +265,14 @@ class Sizing:
         return self.num_growing * numbers * indexer.head_dim * self.itemsize
 
     def block_slots(self, capacity: int, room: int) -> int:
-        """Slots of each layer for blocks of keys and values that are on the host, with about `room` bytes: at least so
-        many as a row chooses, with those that new rows begin and end."""
+        """Slots of each layer for blocks of keys and values that are on the host, with about `room` bytes: at least
+        those of a row, at most those of a block of rows, which then run together, and in which 96 to 99 % of the chosen
+        blocks are (docs/memory.md)."""
         indexer = self.target.indexer
         assert indexer is not None
-        least, every = indexer.most_blocks + 3, -(-(capacity + MAX_ROWS) // indexer.ratio)
-        found = min(max(min(room // self.block_cache_bytes(1), BLOCK_SLOTS), least), every)
+        least, most = slots_of(indexer, 1), slots_of(indexer, self.most_rows)
+        every = -(-(capacity + MAX_ROWS) // indexer.ratio)
+        found = min(max(min(room // self.block_cache_bytes(1), most), least), every)
         step = max(_SPAN // indexer.ratio, 1)
         return -(-found // step) * step
 

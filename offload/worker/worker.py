@@ -312,7 +312,8 @@ class Worker:
         """A level of the target, over one of its weights and caches. Where neither streams, bytes that cross the link
         during its passes are not the level's."""
         link = self.link if cache is self._target_cache or decoder.streams else None
-        streams = cache is self._target_cache and "kv" in self.plan.placement.offload
+        placement = self.plan.placement
+        streams = cache is self._target_cache and "kv" in placement.offload and not placement.block_slots
         pool = None if streams else self.models.graphs
         more: dict[str, Any] = {"block": block, "link": link, "pool": pool, "hidden": self._hidden_for(name)}
         return Level(name, decoder, cache, vocab_size=self.vocab_size, **more)

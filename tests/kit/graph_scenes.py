@@ -37,9 +37,11 @@ from test_paper_bugs import Bug, plant
 PROMPT = random_tokens(100, seed=7)
 TOKENS = random_tokens(400, seed=3)
 PLAIN = Sizes(page=16, pages=2, capacity=256, rows=8, prefill_block=64)
+WHOLE = replace(PLAIN, pages=16, rows=2)  # one tile of a layer
 CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
 SUNK = ", sunk"
-FEW = {
+INDEXED = "qwen4_exp, n-grams"
+FEW: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8},
     "gemma4": {
         "global_head_dim": 272,
@@ -47,6 +49,18 @@ FEW = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2},
+    INDEXED: {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 32,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "hc_count": 2,
+        "ple_layer_ids": [1],
+        "indexer_budget": 48,
+    },
 }
 
 STORED = " in Q8_0"
@@ -58,7 +72,8 @@ without_idle_work()
 class Case:
     """A level's passes over its whole cache. model: a family's tiny model. slots: for experts, which are on the host
     then; 0: they are on the GPU. by_cpu: number of layers whose experts the CPU runs, or with `shares` some of those
-    that are in no slot."""
+    that are in no slot. blocks: slots for blocks of keys and values, which are on the host
+    then. counts: rows of passes."""
 
     level: str
     sizes: Sizes = PLAIN
@@ -68,6 +83,8 @@ class Case:
     slots: int = 0
     by_cpu: int = 0
     shares: bool = False
+    blocks: int = 0
+    counts: tuple[int, ...] = (1, 1, 3, 1, 12, 1, 3, 20)
 
 
 Result = tuple[list[Tensor], int]
@@ -87,7 +104,7 @@ def saved(root: Path) -> Callable[[str], Path]:
                 return root / f"{name}.gguf"
             if name.endswith(SUNK):
                 return save_sunk(name.removesuffix(SUNK), root / name, tokenizer=True, **fields)
-            return save_tiny(name, root / name, tokenizer=True, **fields, **FEW.get(name, {}))
+            return save_tiny(name, root / name, tokenizer=True, **(fields | FEW.get(name, {})))
         model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
         return save(model, root / name, tokenizer=True)
 
@@ -104,7 +121,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
     """bug: planted into the source."""
     number = case.num_sequences
     options: dict[str, Any] = {"num_sequences": number, "dtype": case.dtype}
-    options["offload"] = frozenset({"weights"} if case.slots else ())
+    options["offload"] = frozenset(({"weights"} if case.slots else set()) | ({"kv"} if case.blocks else set()))
     with pytest.MonkeyPatch.context() as families, on_paper() as gpu, pytest.MonkeyPatch.context() as patch:
         if case.model.endswith(SUNK):
             read_as_sunk(families)
@@ -118,6 +135,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
         chunks_by_kernel(gpu, patch)
         plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots, cpu_experts=case.by_cpu)
         plan = changed(plan, shares_experts=case.shares, resident_layers=read_config(folder).num_layers)
+        plan = changed(plan, block_slots=case.blocks)
         with tiny_engine(plan, folder) as engine:
             yield engine, gpu
 
@@ -127,13 +145,14 @@ def one_by_one(graphs: Graphs, key: object, given: Sequence[Tensor], compute: Co
     return compute(*given)
 
 
-def passes(engine: Engine, gpu: PaperGpu, name: str) -> Result:
+def passes(engine: Engine, gpu: PaperGpu, case: Case) -> Result:
     """Logits, and masses where they are kept, of passes of one row and of more, over a cache that grows past pages and
     groups, that is refreshed or left behind, and from which rows are taken back; and how many were replayed."""
-    level, target, full, found = engine.levels[name], engine.levels["target"], engine.worker.full, []
+    name, target, full, found = case.level, engine.levels["target"], engine.worker.full, []
+    level = engine.levels[name]
     gpu.launches.clear()
     for turn in range(3):
-        for number, count in enumerate((1, 1, 3, 1, 12, 1, 3, 20)[turn:]):
+        for number, count in enumerate(case.counts[turn:]):
             if name != "target" and number == 2:  # tokens that it has not seen, some in drafted rows' places
                 level.truncate(target.length)
                 forward(target, TOKENS[number : number + 2], 1)
@@ -154,7 +173,7 @@ def expected(folder: Path, case: Case) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch, on_gpu(folder, case) as (engine, gpu):
         patch.setattr(Graphs, "run", one_by_one)
         engine.precompute(PROMPT)
-        found, replayed = passes(engine, gpu, case.level)
+        found, replayed = passes(engine, gpu, case)
     assert gpu.problems == []
     assert replayed == 0
     return found
@@ -163,7 +182,7 @@ def expected(folder: Path, case: Case) -> list[Tensor]:
 def as_graphs(folder: Path, case: Case, bug: Bug | None = None) -> tuple[Result, list[str]]:
     with on_gpu(folder, case, bug) as (engine, gpu):
         engine.precompute(PROMPT)
-        return passes(engine, gpu, case.level), gpu.problems
+        return passes(engine, gpu, case), gpu.problems
 
 
 def texts(folder: Path, case: Case, prompts: Sequence[list[int]]) -> tuple[list[list[int]], int]:

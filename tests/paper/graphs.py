@@ -30,6 +30,7 @@ class Graph:
     def __init__(self, gpu: PaperGpu) -> None:
         self._gpu = gpu
         self._accesses: list[Access] = []
+        self._reached: list[tuple[Tensor, bool, str]] = []  # memory of the host, whether it is written, by what
         self._computed: list[Callable[[], object]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
         self._own: set[int] = set()  # ids of blocks that were allocated while it and those before it were recorded
@@ -48,6 +49,10 @@ class Graph:
         for each in tensors:
             is_own = id(each.block) in self._own
             self._accesses.append((weakref.ref(each.block), each.raw, id(each) in written, "" if is_own else name))
+
+    def reaches(self, host: Tensor, *, write: bool, name: str) -> None:
+        """A kernel reads or writes pinned memory of the host."""
+        self._reached.append((host, write, name))
 
     def writes(self, raw: Tensor) -> None:
         """It is about to be written by what is recorded."""
@@ -77,6 +82,8 @@ class Graph:
                 self._gpu.access(block, raw, actor, write=write, what=f"{name} in a graph")
             elif name:
                 self._gpu.problem(f"{name} in a graph uses memory that was given back")
+        for host, write, name in self._reached:
+            self._gpu.access_host(host, actor, write=write, what=f"{name} in a graph")
         for compute in self._computed:
             compute()
 

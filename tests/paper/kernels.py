@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -17,7 +17,7 @@ from offload.formats.packed import pack, unpack, unpack_with_torch
 from offload.formats.quantised_kv import Order
 from offload.formats.residuals import restore_pages, split_off_pages
 from offload.kernels.gpu.kernels import COPIES
-from offload.kv import chunk_store, quantised
+from offload.kv import block_cache, chunk_store, quantised
 from offload.kv.fetch import GpuFetch
 from offload.native.interface import Library
 from offload.pages import codec
@@ -44,9 +44,23 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             number, offset = divmod(within, page)
             return _raw(homes[layer][index])[:, number, head, offset]
 
-        _launch(gpu, "copy_chunks", homes, wanted, held)
-        with _disable_current_modes():  # it is not the host that reads
-            _copy_chunks(chunk, rows, _raw(wanted), _raw(held), slot, tokens)
+        _launch(gpu, "copy_chunks", homes, [wanted], held)
+        _run(gpu, lambda: _copy_chunks(chunk, rows, _raw(wanted), _raw(held), slot, tokens), [held])
+
+    def run_new(
+        rows: Tensor, positions: Tensor, slot_of: Tensor, held: Tensor, homes: list[Tensor], *, size: int, page: int,
+        tile: int,
+    ) -> None:  # fmt: skip
+        def compute() -> None:
+            for row, token in enumerate(each for each in _raw(positions).tolist() if each >= 0):
+                index, within = divmod(token, tile)
+                number, offset = divmod(within, page)
+                new = _raw(rows)[:, :, row]
+                _raw(homes[index])[:, number, :, offset] = new
+                _raw(held)[:, :, int(_raw(slot_of)[token // size]) * size + token % size] = new
+
+        _launch(gpu, "copy_new_rows", [homes], [rows, positions, slot_of], held, writes_homes=True)
+        _run(gpu, compute, [held, *homes])
 
     def run_packed(
         blocks: Tensor, flags: Tensor, wanted: Tensor, held: Tensor, packing: Packing, *, chunk: int,
@@ -61,7 +75,8 @@ def chunks_by_kernel(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
             _copy_chunks(chunk, pages.row, _raw(wanted), _raw(held), slot, tokens)
 
     patch.setattr(TileStore, "addresses", lambda store: store._homes)
-    copies = replace(COPIES, chunks=run, packed_chunks=run_packed)
+    copies = replace(COPIES, chunks=run, packed_chunks=run_packed, new_rows=run_new)
+    patch.setattr(block_cache, "copies_of", lambda full, kernels: copies)
     for module in (chunk_store, quantised):
         patch.setattr(
             module,
@@ -156,15 +171,35 @@ class _Pages:
         return found.view(self.num_heads, self.page, -1)
 
 
-def _launch(gpu: PaperGpu, name: str, homes: Homes, wanted: Tensor, held: Tensor) -> None:
-    """It may read any home, of the GPU or of the host."""
+def _launch(
+    gpu: PaperGpu, name: str, homes: Homes, read: Sequence[Tensor], held: Tensor, *, writes_homes: bool = False
+) -> None:
+    """It may read any home, of the GPU or of the host, or write to it. It writes to `held`."""
     tiles = [home for layer in homes for home in layer]
     there = [home for home in tiles if isinstance(home, PaperTensor)]
-    actor = launch(gpu, name, [cast(PaperTensor, wanted), cast(PaperTensor, held), *there], {id(held)})
+    tensors = [cast(PaperTensor, each) for each in (*read, held, *there)]
+    actor = launch(gpu, name, tensors, {id(held), *(map(id, there) if writes_homes else ())})
     for home in tiles:
         if not isinstance(home, PaperTensor):
             assert gpu.is_pinned(home)
-            gpu.access_host(home, actor, write=False, what=name)
+            if gpu.recording is not None:
+                gpu.recording.reaches(home, write=writes_homes, name=name)
+            else:
+                gpu.access_host(home, actor, write=writes_homes, what=name)
+
+
+def _run(gpu: PaperGpu, compute: Callable[[], None], written: Sequence[Tensor]) -> None:
+    """Compute on the tensors' values, now and in each replay: it is not the host that reads."""
+
+    def compute_alone() -> None:
+        with _disable_current_modes():
+            compute()
+
+    if (graph := gpu.recording) is not None:
+        for each in written:
+            graph.writes(_raw(each))
+        graph.computed(compute_alone, ())
+    compute_alone()
 
 
 def _copy_chunks(

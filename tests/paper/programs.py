@@ -16,6 +16,9 @@ from offload.kernels import choice
 from offload.kernels.gpu import (
     activation,
     attention,
+    block_slots,
+    choosing,
+    convolution,
     copies,
     delta,
     experts,
@@ -26,6 +29,7 @@ from offload.kernels.gpu import (
     rotation,
     splits,
     stored_products,
+    streams,
 )
 from offload.kernels.gpu.kernels import GPU_KERNELS
 from offload.native import launch as native_launch
@@ -59,9 +63,8 @@ def programs_by_interpreter(gpu: PaperGpu, patch: pytest.MonkeyPatch) -> None:
     for module in (
         native_launch,
         *(packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu),
-        *(activation, attention, copies, delta, experts, fixed_rows, halves, prefill, quantised_products),
-        *(rotation, splits),
-        stored_products,
+        *(activation, attention, block_slots, choosing, convolution, copies, delta, experts, fixed_rows, halves),
+        *(prefill, quantised_products, rotation, splits, stored_products, streams),
     ):
         patch.setattr(module, "launch", run)
 

@@ -122,7 +122,8 @@ def _parts(plan: Plan, models: dict[str, ModelConfig]) -> LoadedModels:
         )
         sums = Sums(0, num_gpus, memory.device, check=lambda: None, go=lambda: None) if is_shard else None
         decoders[name] = Decoder(shard.config(models[name]), weights, sums, GPU_KERNELS)
-    return LoadedModels(decoders, memory, link, streamed_rows(plan, decoders["target"].config, memory, link))
+    rows = streamed_rows(plan, decoders["target"].config, memory, link)
+    return LoadedModels(decoders, memory, link, rows=rows)
 
 
 class _HomeMaker(HomeMaker):

@@ -289,8 +289,9 @@ def _check_devices(gpu: PaperGpu, call: Call) -> None:
 
 @cache
 def stored(program: Callable[..., object]) -> set[str]:
-    """Names of the parameters of a Triton program, as it is in Python, that it stores to."""
-    names = set(re.findall(r"tl\.store\(\s*(\w+)", getsource(program)))
+    """Names of the parameters of a Triton program, as it is in Python, that it stores to. Memory at an address that it
+    reads is its `home`."""
+    names = set(re.findall(r"tl\.store\(\s*(\w+)", getsource(program))) - {"home"}
     assert names
     assert names <= set(signature(program).parameters)
     return names

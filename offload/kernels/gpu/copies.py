@@ -1,5 +1,5 @@
-"""Copies by a GPU's kernels, in Triton, which read pinned host memory directly: chunks of tiles from their homes, and
-rows of a table."""
+"""Copies by a GPU's kernels, in Triton, which read and write pinned host memory directly: chunks of tiles from their
+homes, new rows to them, and rows of a table."""
 
 # Triton evaluates the annotations of programs, so they are not postponed.
 import torch
@@ -53,6 +53,25 @@ def chunks(
         WORDS_PADDED=padded,
         ROWS=rows,
         num_warps=warps(rows * padded),
+    )  # fmt: skip
+
+
+def new_rows(
+    rows: Tensor, positions: Tensor, slot_of: Tensor, held: Tensor, homes: Tensor, *, size: int, page: int, tile: int
+) -> None:
+    """Copy new keys and values, rows [2, H_kv, T, D], each head's contiguous, home and into a block cache by one
+    launch. positions: int64 [T]; negative ones are of padding, which is copied nowhere. slot_of: int32 [N]: the slots
+    of their blocks of `size` tokens, each in one. held: [2, H_kv, slots * size, D], contiguous. homes: int64 [number of
+    tiles], see `chunks`."""
+    rows, held = rows.view(torch.int32), held.view(torch.int32)
+    _, num_heads, num_rows, words = rows.shape
+    assert rows.stride()[2:] == (words, 1)
+    launch(
+        copy_new_rows,
+        (num_rows, num_heads, 2),
+        (rows, positions, slot_of, held, homes, rows.stride(0), rows.stride(1), held.shape[2]),
+        SIZE=size, PAGE=page, TILE=tile, WORDS=words, WORDS_PADDED=1 << (words - 1).bit_length(),
+        num_warps=warps(words),
     )  # fmt: skip
 
 
@@ -121,6 +140,40 @@ def copy_chunks(
         mask = real[:, None] & (word < WORDS)[None, :]
         at = row[:, None] * WORDS + word[None, :]
         tl.store(held + first + at, tl.load(source + at, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_held"])
+def copy_new_rows(
+    rows,  # [2, H_kv, T, WORDS] int32 by the strides
+    positions,  # int64 [T]
+    slot_of,  # int32 [N]
+    held,  # [2, H_kv, num_held, WORDS] int32, contiguous
+    homes,  # int64 [num_tiles]: address of each tile [2, P, H_kv, S, D], in memory of the GPU or pinned
+    kind_stride,
+    head_stride,
+    num_held,
+    SIZE: tl.constexpr,  # tokens of a block
+    PAGE: tl.constexpr,  # tokens
+    TILE: tl.constexpr,  # tokens
+    WORDS: tl.constexpr,  # of four bytes, of a token's D numbers
+    WORDS_PADDED: tl.constexpr,
+):
+    """Program (t, h, k): copy the keys, k = 0, or values of row t in KV head h."""
+    row, head, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    token = tl.load(positions + row)
+    if token < 0:
+        return
+    word = tl.arange(0, WORDS_PADDED)
+    real = word < WORDS
+    new = tl.load(rows + kind * kind_stride + head * head_stride + row * WORDS + word, mask=real)
+    place = tl.load(slot_of + token // SIZE) * SIZE + token % SIZE
+    target = ((kind * num_heads + head) * num_held + place.to(tl.int64)) * WORDS
+    tl.store(held + target + word, new, mask=real)
+    within = token % TILE
+    page = kind * (TILE // PAGE) + within // PAGE
+    home = tl.load(homes + token // TILE).to(tl.pointer_type(tl.int32))
+    tl.store(home + ((page * num_heads + head) * PAGE + within % PAGE) * WORDS + word, new, mask=real)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from offload.formats.stored import StoredMatrix
 from offload.kernels.device import Copies, DeviceKernels
 from offload.kernels.gpu import (
     activation,
+    block_slots,
     choosing,
     convolution,
     copies,
@@ -69,6 +70,7 @@ def _decode_stored(stored: StoredMatrix, dtype: torch.dtype) -> Tensor:
 COPIES = Copies(
     chunks=copies.chunks,
     packed_chunks=packed_gpu.packed_chunks,
+    new_rows=copies.new_rows,
     rows=copies.table_rows,
     quantise_kv=quantised_kv_gpu.encode,
 )
@@ -77,6 +79,7 @@ GPU_KERNELS = DeviceKernels(
     order="matrices",
     attention=_attention,
     choose=choosing.choose,
+    take_slots=block_slots.take_slots,
     prefill=_prefill,
     multiply=quantised_products.product,
     multiply_stored=_multiply_stored,

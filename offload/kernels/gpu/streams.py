@@ -144,11 +144,11 @@ def inject_part(
     row, stream, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     number = tl.program_id(2) * NUMBERS + tl.arange(0, NUMBERS)
     kind, inside = x.dtype.element_ty, number < size
-    own = x + (row * count + stream) * size + number
+    own = (row * count + stream) * size + number
     factor = tl.load(factors + row * count + stream).to(tl.float32)
     added = (tl.load(part + row * part_stride + number, mask=inside, other=0.0).to(tl.float32) * factor).to(kind)
-    total = tl.load(own, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
-    tl.store(own, total.to(kind), mask=inside)
+    total = tl.load(x + own, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
+    tl.store(x + own, total.to(kind), mask=inside)
 
 
 BY_TRITON = StreamKernels(normed, gates, mean, inject)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from offload.config.reading import MAX_HEADER_BYTES, MAX_INDEX_BYTES
 from offload.errors import ModelError, shell_line
 from offload.fields import TEXT, Fields, Kind, list_of
 from offload.strict_json import read_json
@@ -19,8 +20,6 @@ from offload.weights.entry import STORED_DTYPES, Entry
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hundredth of it
-MAX_INDEX_BYTES = 1 << 24
 # Shard names have no separator, so they cannot point outside the folder. A file may be a symbolic link to the outside
 # (every file of a Hugging Face cache is one): the author of that link could have put the bytes there as well.
 _SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from offload.config.reading import read_config
 from offload.errors import ModelError
 from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model
 from offload.weights.fp16 import all_finite
+from offload.weights.safetensors_folder import shards_by_tensor
 from offload.weights.tensors import expected_tensors
 
 TINY = {
@@ -151,6 +153,22 @@ def test_a_header_over_the_limit_is_refused_even_if_the_file_is_that_long(tmp_pa
     with path.open("r+b") as file:
         file.truncate((1 << 24) + 100)  # sparse
     assert f"at most {1 << 24} are possible" in refusal(tmp_path)
+
+
+def test_an_index_has_room_for_the_parts_of_25_000_experts(tmp_path: Path) -> None:
+    """In NVFP4: 300,000 tensors in 33 MB. 16 MiB were too few."""
+    experts = [
+        f"model.language_model.layers.{layer}.mlp.experts.{number}" for layer in range(49) for number in range(512)
+    ]
+    kinds = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    parts = [f"{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in kinds]
+    index = dict.fromkeys((f"{each}.{part}" for each in experts for part in parts), "model-00001-of-00131.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+    assert (tmp_path / INDEX).stat().st_size > 1 << 24
+    assert shards_by_tensor(tmp_path / INDEX) == index
+    os.truncate(tmp_path / INDEX, (1 << 26) + 1)
+    with pytest.raises(ModelError, match=f"is over the limit of {1 << 26} bytes"):
+        shards_by_tensor(tmp_path / INDEX)
 
 
 @pytest.mark.parametrize(

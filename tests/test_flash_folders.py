@@ -27,7 +27,7 @@ from offload.config.reading import read_config
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.errors import ModelError
 from offload.plan.options import Options
-from offload.weights.checkpoint import Checkpoint, check_model
+from offload.weights.checkpoint import Checkpoint, check_head, check_model
 from test_nvfp4 import meant
 from test_parity import in_prefill
 from test_placement import TEMPORARY
@@ -140,6 +140,21 @@ def test_a_head_that_was_copied_with_its_experts_in_one_tensor_is_read(
     assert torch.equal(heads.head_logits(copied), heads.head_logits(folder))
 
 
+def test_a_head_in_fp8_is_read_where_a_list_leaves_it(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Put together of two folders: scales by blocks tell what it is in."""
+    joined, data = changed_folder(folders("NVFP4 by a map"), tmp_path / "joined", lambda tensors: None), {}
+    for form in ("NVFP4 by a map", "NVFP4 by a list"):
+        data |= json.loads((folders(form) / "config.json").read_text())
+    (joined / "config.json").write_text(json.dumps(data))
+    assert "ignore" in data["quantization_config"]
+    checkpoint, config = opened(joined)
+    head = head_of(config)
+    assert head is not None
+    assert kinds(head)["experts"] == {"FP8_F32/128"}
+    with checkpoint:
+        check_head(checkpoint, head)
+
+
 @pytest.mark.parametrize("form", RELEASED)
 def test_rows_of_the_table_are_those_of_transformers(folders: Callable[[str], Path], form: str) -> None:
     """Whose table multiplies in the dtype of its scale, bf16: one rounding of an exact product, as here."""
@@ -165,6 +180,8 @@ def test_rows_that_are_read_from_the_file_give_the_same_text(folders: Callable[[
             texts.append(say(engine))
             held = engine.worker.memory.allocated()["host"]
             assert ("n-gram tables" in held, "n-gram rows" in held) == (where == "host", where == "file")
+            rows = engine.stats.decode_link.rows
+            assert (rows.hits > 0, rows.misses > 0) == (where == "file",) * 2
     assert texts[0] == texts[1]
     assert len({*texts[0]}) > 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from functools import cached_property, lru_cache
 from itertools import chain, groupby
 from typing import Literal
@@ -86,30 +86,39 @@ class Rule:
 
     @property
     def lists(self) -> Way | None:
-        """The way of a rule whose pattern is a plain name; None for others."""
-        is_plain = self.way in ("is", "class") or (self.way == "names" and _NAME.fullmatch(self.pattern))
+        """The way of a rule whose pattern is a plain name or a glob; None for others."""
+        is_plain = self.way in ("is", "class", "glob") or (self.way == "names" and _NAME.fullmatch(self.pattern))
         return self.way if is_plain else None
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """Rules of one way and scheme whose patterns are plain names: a set of them. A list of a mixture's modules has a
-    thousand, and there are 75,000 modules."""
+    """Rules of one way and scheme, looked up at once: plain names, or globs. A list of a mixture's modules has a
+    thousand names, and there are 75,000 modules."""
 
     way: Way
     names: frozenset[str]
 
     def means(self, module: str, kind: str) -> bool:
+        if self.way == "glob":
+            return self._globs.match(module) is not None
         if self.way != "names":
             return (kind if self.way == "class" else module) in self.names
-        return any(map(self.names.__contains__, _with_owners(module))) or any(
-            module[-size:] in self.names for size in self._sizes
-        )
+        last = module.rpartition(".")[2]
+        ends = (*self._ends.get(last, ()), *self._ends.get("", ()))
+        return module.endswith(ends) or any(owner in self.names for owner in _with_owners(module))
 
     @cached_property
-    def _sizes(self) -> frozenset[int]:
-        """The lengths that a module's name may end with."""
-        return frozenset(map(len, self.names))
+    def _globs(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(translate, self.names)))
+
+    @cached_property
+    def _ends(self) -> dict[str, tuple[str, ...]]:
+        """The names by their last part; under "" those of one part, which a part may end with."""
+        found = dict[str, list[str]]()
+        for name in self.names:
+            found.setdefault(name.rpartition(".")[2] if "." in name else "", []).append(name)
+        return {last: tuple(names) for last, names in found.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ class Quantisation:
 
     @cached_property
     def _steps(self) -> list[tuple[_Listed | Rule, Scheme | None]]:
-        """The rules with their schemes, in order; those beside each other that list names are one."""
+        """The rules with their schemes, in order; lists of names beside each other are one."""
         found = list[tuple[_Listed | Rule, Scheme | None]]()
         for (way, scheme), beside in groupby(self.rules, key=lambda rule: (rule.lists, rule.scheme)):
             rules = [*beside]

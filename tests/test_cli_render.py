@@ -126,7 +126,7 @@ def test_the_stats_table_says_what_the_disk_gave():
 
 def test_the_stats_table_says_which_rows_of_n_grams_were_in_memory() -> None:
     stats = make_stats()
-    stats.decode_link = LinkStats(rows=TableStats(1200, 400)) - LinkStats(rows=TableStats(200))
+    stats.decode_link = LinkStats(ngram_rows=TableStats(1200, 400)) - LinkStats(ngram_rows=TableStats(200))
     line = "n-grams     1,400 rows wanted in decode, 71 % in memory already"
     assert line not in stats_table(make_stats(), make_plan(Options()))
     assert line in stats_table(stats, make_plan(Options())).splitlines()

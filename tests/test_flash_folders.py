@@ -180,7 +180,7 @@ def test_rows_that_are_read_from_the_file_give_the_same_text(folders: Callable[[
             texts.append(say(engine))
             held = engine.worker.memory.allocated()["host"]
             assert ("n-gram tables" in held, "n-gram rows" in held) == (where == "host", where == "file")
-            rows = engine.stats.decode_link.rows
+            rows = engine.stats.decode_link.ngram_rows
             assert (rows.hits > 0, rows.misses > 0) == (where == "file",) * 2
     assert texts[0] == texts[1]
     assert len({*texts[0]}) > 2

@@ -139,7 +139,7 @@ class Worker:
             LinkStats() if link is None else link.stats,
             experts=sum(each, start=ExpertStats()),
             disk=DiskStats() if disk is None else disk.stats,
-            rows=sum((table.stats for table in self.target.weights.ngrams.values()), start=TableStats()),
+            ngram_rows=sum((table.stats for table in self.target.weights.ngrams.values()), start=TableStats()),
         )
 
     def rank_stats(self) -> list[RankStats]:

@@ -107,7 +107,7 @@ def _links(stats: Stats) -> list[str]:
 
 def _wanted(link: LinkStats) -> Iterator[str]:
     """Yield what decoding wanted of experts on the host or in the file, and of tables of n-grams in the file."""
-    experts, disk, rows = link.experts, link.disk, link.rows
+    experts, disk, rows = link.experts, link.disk, link.ngram_rows
     if experts.hit_rate is not None:
         wanted = experts.hits + experts.misses
         where = "on the device" if link.bytes_to_device else "in memory"

@@ -31,6 +31,7 @@ from offload.weights.checkpoint import Checkpoint, check_head, check_model
 from test_nvfp4 import meant
 from test_parity import in_prefill
 from test_placement import TEMPORARY
+from test_tables import opened as table_in_file
 
 SIZES = Sizes(capacity=61, rows=4, prefill_block=7, page=8, pages=2)
 LAYERS = "model.language_model.layers."
@@ -219,6 +220,9 @@ def test_a_table_in_nvfp4_is_read_as_its_format_means(folders: Callable[[str], P
     assert kinds(read_config(folder))["shard_"] == {""}
     numbers = meant("times", kept["weight"], kept["weight_scale"].view(torch.uint8), kept["weight_scale_2"].item())
     assert torch.equal(table_of(folder), numbers)
+    rows = torch.tensor([0, 1855, 464, 463, 464, 700])
+    with table_in_file(opened(folder)[0], names=[f"{shard}.weight" for shard in SHARDS]) as file:
+        assert torch.equal(file.begin(rows)(), numbers[rows])
 
 
 def without(name: str) -> Change:

@@ -144,7 +144,7 @@ class TableStats:
 @dataclass
 class LinkStats:
     """Traffic over the link, and from the disk. busy_seconds: time with at least one copy from host to device in
-    flight."""
+    flight. ngram_rows: of tables in files."""
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
@@ -152,6 +152,7 @@ class LinkStats:
     bytes_per_second: float | None = None  # the set bandwidth; None without a link or if the link is not paced
     experts: ExpertStats = field(default_factory=ExpertStats)
     disk: DiskStats = field(default_factory=DiskStats)
+    ngram_rows: TableStats = field(default_factory=TableStats)
 
     def __sub__(self, earlier: LinkStats) -> LinkStats:
         """The traffic since `earlier`."""
@@ -162,6 +163,7 @@ class LinkStats:
             self.bytes_per_second,
             self.experts - earlier.experts,
             self.disk - earlier.disk,
+            self.ngram_rows - earlier.ngram_rows,
         )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,8 +26,11 @@ from offload.config.config_json import config_of
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.errors import ModelError
+from offload.weights import safetensors_folder
 from offload.weights.checkpoint import EMBEDDINGS, HEAD, Checkpoint, check_model
 from offload.weights.fp16 import all_finite
+from offload.weights.gguf_file import MappedFile
+from offload.weights.safetensors_folder import _DTYPES, shards_by_tensor
 from offload.weights.tensors import expected_tensors
 
 TINY = {
@@ -151,6 +157,46 @@ def test_a_header_over_the_limit_is_refused_even_if_the_file_is_that_long(tmp_pa
     with path.open("r+b") as file:
         file.truncate((1 << 24) + 100)  # sparse
     assert f"at most {1 << 24} are possible" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=_DTYPES)
+def test_a_file_that_is_larger_than_memory_is_mapped_for_reading_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As NVIDIA's of 53 GB, which the library maps for writing, too: it could not be opened with less memory."""
+    bits = torch.randint(256, (3, 5, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    tensors = {"odd": bits[0, 0, :3].clone(), "some": (bits & 1 if dtype == torch.bool else bits).view(dtype).clone()}
+    save_file({**tensors, "one": tensors["some"][0, 0, 0].clone()}, tmp_path / "model.safetensors")
+
+    def refusing(path: str, framework: str, **others: Any) -> Any:
+        if framework == "pt":
+            raise RuntimeError("unable to mmap 53366126354 bytes: Cannot allocate memory (12)")
+        return safe_open(path, framework, **others)
+
+    monkeypatch.setattr(safetensors_folder, "safe_open", refusing)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        for name, wanted in {**tensors, "one": tensors["some"][0, 0, 0]}.items():
+            entry = checkpoint._entry(name)
+            assert isinstance(entry.file, MappedFile)
+            found = entry.file.get_tensor(entry.stored_name)
+            assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+            assert torch.equal(found.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+
+
+def test_an_index_has_room_for_the_parts_of_25_000_experts(tmp_path: Path) -> None:
+    """In NVFP4: 300,000 tensors in 33 MB. 16 MiB were too few."""
+    experts = [
+        f"model.language_model.layers.{layer}.mlp.experts.{number}" for layer in range(49) for number in range(512)
+    ]
+    kinds = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    parts = [f"{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in kinds]
+    index = dict.fromkeys((f"{each}.{part}" for each in experts for part in parts), "model-00001-of-00131.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+    assert (tmp_path / INDEX).stat().st_size > 1 << 24
+    assert shards_by_tensor(tmp_path / INDEX) == index
+    os.truncate(tmp_path / INDEX, (1 << 26) + 1)
+    with pytest.raises(ModelError, match=f"is over the limit of {1 << 26} bytes"):
+        shards_by_tensor(tmp_path / INDEX)
 
 
 @pytest.mark.parametrize(

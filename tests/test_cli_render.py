@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from offload import units
-from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, Stats
+from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, Stats, TableStats
 from offload.plan.planner import Options
 from test_cli_fake import make_plan, make_stats
 from triforce_cli.ground import text as render
@@ -122,6 +122,14 @@ def test_the_stats_table_says_what_the_disk_gave():
     assert lines[at + 1] == "            10 read from the file, 50.0 MB in 0.25 s"
     stats.decode_link.bytes_to_device = 90
     assert "75 % on the device already, 50.0 MB fetched" in stats_table(stats, make_plan(Options()))
+
+
+def test_the_stats_table_says_which_rows_of_n_grams_were_in_memory() -> None:
+    stats = make_stats()
+    stats.decode_link = LinkStats(ngram_rows=TableStats(1200, 400)) - LinkStats(ngram_rows=TableStats(200))
+    line = "n-grams     1,400 rows wanted in decode, 71 % in memory already"
+    assert line not in stats_table(make_stats(), make_plan(Options()))
+    assert line in stats_table(stats, make_plan(Options())).splitlines()
 
 
 def test_the_stats_table_says_whose_drafts_were_kept_where_there_was_a_choice() -> None:

@@ -43,12 +43,13 @@ from offload.worker import disk_timer, models
 from test_cpu_experts import MIXTURE, linked
 
 WEIGHTS = frozenset({"weights"})
+FLASH = [name for name in MODELS if "n-grams in FP8" in name or "n-grams in NVFP4" in name]
 MIXTURES = [
     name
     for name in MODELS
     if ("moe" in name and "dense" not in name) or name.startswith("gpt_oss") or "sparse" in name or name == "nemotron_h"
-]
-CONVERTED = ["gpt_oss", "qwen3_moe in int4", "qwen3_moe in fp8", "qwen3_moe in MXFP4, NVFP4 and others"]
+] + FLASH
+CONVERTED = ["gpt_oss", "qwen3_moe in int4", "qwen3_moe in fp8", "qwen3_moe in MXFP4, NVFP4 and others", *FLASH]
 DIRECT = ["qwen3_moe", "gemma4, sparse", "nemotron_h", "glm4_moe in a file, Q4_K experts", "olmoe"]
 
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from kit.fuzzing import damaged_bytes, damaged_json, damaged_safetensors, growth_under, outcomes, put
 from kit.models import TOKENIZER_SIZE, byte_tokenizer, load, random_model, save
-from offload.config.reading import read_config
+from offload.config.reading import MAX_HEADER_BYTES, MAX_INDEX_BYTES, read_config
 from offload.errors import ModelError
 from offload.strict_json import MAX_JSON_BYTES
 from offload.weights.checkpoint import Checkpoint
-from offload.weights.safetensors_folder import INDEX_FILE, MAX_HEADER_BYTES, MAX_INDEX_BYTES
+from offload.weights.safetensors_folder import INDEX_FILE
 
 NUM_CONFIGS, NUM_GENERATION_CONFIGS, NUM_FILES, NUM_INDEXES, NUM_RUNS = 3000, 500, 3500, 1000, 500
 FEW_BYTES = 32 << 20  # for all cases of a test together, of models of 90 KB

@@ -175,11 +175,14 @@ def test_a_layer_behind_the_last_one_that_is_no_head_is_refused(tmp_path: Path) 
         check_model(checkpoint, read_config(path))
 
 
-def test_a_file_of_a_head_alone_lacks_the_layers(tmp_path: Path) -> None:
-    folder, path = heads.with_head(save_tiny("qwen3_5", tmp_path / "folder")), tmp_path / "model.gguf"
-    write_gguf(folder, path, without="model.layers.")
-    with Checkpoint.open(path) as checkpoint, pytest.raises(ModelError, match=r"metadata: \d+ missing \(model.layers"):
-        check_model(checkpoint, read_config(path))
+@pytest.mark.parametrize("without", ["model.layers.", "model."])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
+def test_a_file_of_a_head_alone_is_refused_with_what_to_do(tmp_path: Path, name: str, without: str) -> None:
+    """llama.cpp's converter writes such files, with the model's table and head or without."""
+    folder, path = heads.with_head(save_tiny(name, tmp_path / "folder")), tmp_path / "model.gguf"
+    write_gguf(folder, path, without=without)
+    with pytest.raises(ModelError, match=r"model\.gguf holds a next-token head \(MTP\) without its .*--draft$"):
+        read_config(path)
 
 
 @pytest.mark.parametrize("every", [2, None])

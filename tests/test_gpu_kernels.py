@@ -23,7 +23,7 @@ from kit.forked import pytest_in_a_fork  # noqa: E402
 from kit.processor import left_to_torch  # noqa: E402
 from kit.stored import GGUF  # noqa: E402
 from offload.bench.diagnosis import software  # noqa: E402
-from offload.config.mixers import DeltaRule, DilatedConvolution, Mamba2, ShortConvolution  # noqa: E402
+from offload.config.mixers import MOST_BEFORE, DeltaRule, DilatedConvolution, Mamba2, ShortConvolution  # noqa: E402
 from offload.engine.engine import kernels_problem  # noqa: E402
 from offload.formats import packed_gpu, quantised_kv_gpu, residuals_gpu, stored_gpu  # noqa: E402
 from offload.formats.encodings import ENCODINGS  # noqa: E402
@@ -550,6 +550,10 @@ def test_states_stay_in_registers_and_sums_within_a_warp(capability: int, dtype:
     assert found.registers <= 128
     assert found.shared_bytes <= 1024 * (row_warps(delta) > 1)  # a group of more numbers than a warp's
     assert not re.search(r"(?:ld|st)\.global[.\w]*\.b?(?:8|16)\b", found.ptx)
+
+
+def test_a_program_has_as_many_rows_as_configs_let_a_convolution_read_before_a_token() -> None:
+    assert convolution.ROWS >= MOST_BEFORE
 
 
 @pytest.mark.few(1)

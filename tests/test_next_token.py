@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import linear, pad, rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 from transformers import AutoModelForCausalLM
 
 from kit.families import save_tiny
@@ -23,6 +23,7 @@ from kit.heads import FORMS, MIXTURES, SHAPES, form_of, shapes_of, with_head
 from kit.models import GREEDY, TOKENIZER_SIZE, Sizes, random_tokens, tiny_engine, tiny_plan
 from kit.processor import best
 from kit.quantised import level_stats
+from kit.stored_models import in_blocks, spread
 from offload.config import next_token
 from offload.config.encodings import matrices
 from offload.config.next_token import head_of
@@ -352,18 +353,6 @@ def save_parts(folder: Path, parts: list[dict[str, Tensor]]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-def in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in e4m3, and the scales of its blocks of 128 x 128."""
-    rows, columns = (-(-size // 128) for size in weight.shape)
-    padded = pad(weight, (0, 128 * columns - weight.shape[1], 0, 128 * rows - weight.shape[0]))
-    scales = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
-    return (weight / wide(scales, weight)).to(torch.float8_e4m3fn), scales
-
-
-def wide(scales: Tensor, weight: Tensor) -> Tensor:
-    return scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("name", FORMS)
@@ -378,8 +367,8 @@ def test_a_heads_matrices_are_stored_as_quantization_config_says(tmp_path: Path,
     every = matrices(config) | ({} if is_left else matrices(head))
     tensors, stored = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     for part in every.keys() - {config.names.embeddings, config.names.head}:
-        numbers, scales = in_fp8(tensors[part])
-        tensors[part] = numbers.float() * wide(scales, numbers)
+        numbers, scales = in_blocks(tensors[part], 128).values()
+        tensors[part] = numbers.float() * spread(scales, 128, numbers)
         stored |= {part: numbers, part.replace(".weight", ".weight_scale_inv"): scales}
     shutil.copytree(folder, quantised := tmp_path / "fp8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

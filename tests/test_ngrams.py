@@ -294,7 +294,7 @@ LAYER_BUGS = {
     "streams are not normed": ("normed_heads(streams, norms.queries, size)", "streams"),
     "norms over all streams": ("normed_heads(keys, norms.keys, size)", "norms.keys(keys)"),
     "one gate for all streams": ("gates[:, :, None] *", "gates[:, :1, None].expand(-1, own.streams, 1) *"),
-    "scores of other tokens": ("_summed(products.float())", "_summed(products.float()).roll(1, 0)"),
+    "scores of other tokens": ("_while_even(products.float())", "_while_even(products.float()).roll(1, 0)"),
 }
 
 

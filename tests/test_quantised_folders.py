@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from kit.examples import at_most
+from kit.families import TINY
 from kit.models import Sizes, load, random_model, random_tokens, target_cache, tiny_plan
 from offload.config.config_json import config_of
 from offload.config.encodings import matrices
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
-from offload.config.schemes import Scheme, is_pattern
+from offload.config.schemes import Quantisation, Rule, Scheme, is_pattern
 from offload.errors import ModelError
 from offload.formats.encodings import ENCODINGS
 from offload.formats.stored import StoredMatrix
@@ -742,6 +743,39 @@ def test_a_head_may_be_quantised_and_fused_matrices_too(tmp_path: Path) -> None:
     }
 
 
+def test_embeddings_are_plain_but_those_that_a_list_names() -> None:
+    """A table of inputs of layers was taken for a matrix of a layer."""
+    config = TINY["gemma4, inputs of layers"].config() | {"hidden_size_per_layer_input": 64}
+    named = {"modules_to_convert": ["embed_tokens", "lm_head"]}
+    for stored, kinds in (
+        (FP8, ("", "")),
+        (FP8 | named, ("FP8_F32/32", "")),
+        (FP8 | named | {"modules_to_not_convert": ["model.embed_tokens"]}, ("", "")),
+        (FP8 | {"modules_to_convert": ["embed_tokens_per_layer"]}, ("", "FP8_F32/128")),
+    ):
+        found = config_of(config | {"quantization_config": stored})
+        assert found.layer_table is not None
+        assert (found.table_encoding, found.layer_table.encoding) == kinds
+        assert found.layer_table.projection_encoding
+
+
+WORDS = ("layers", "1", "11", "gate", "gate_proj")
+NAMES = st.lists(st.sampled_from(WORDS), min_size=1, max_size=3).map(".".join)
+GLOBS = st.lists(st.sampled_from(("*", "?", *WORDS)), min_size=1, max_size=3).map(".".join)
+
+
+@pytest.mark.parametrize(("way", "patterns"), [("is", NAMES), ("class", NAMES), ("names", NAMES), ("glob", GLOBS)])
+@given(data=st.data())
+@at_most(200)
+def test_names_that_are_looked_up_together_mean_what_each_means(
+    way: Any, patterns: st.SearchStrategy[str], data: st.DataObject
+) -> None:
+    """A list of a thousand modules was gone through for each of 75,000 experts."""
+    module, rules = data.draw(NAMES), [Rule(way, each) for each in data.draw(st.lists(patterns, max_size=3))]
+    found = Quantisation((*rules, Rule("holds", "", Scheme("bytes", 8)))).scheme((module,), module)
+    assert (found is None) == any(rule.means(module, module) for rule in rules)
+
+
 def test_groups_of_several_schemes_are_told_by_their_targets() -> None:
     """An exact name goes before an expression, and that before a class; what is ignored is plain."""
     four, eight, fp8 = ints(4, "group 32"), ints(8, "channel"), floats("channel")
@@ -832,7 +866,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size[0] is 0; it must be a whole number from 1"),
     (FP8 | {"weight_block_size": [128]}, "weight_block_size is [128]"),
     (FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2"'),
-    (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert is"),
+    (FP8 | {"modules_to_convert": "embed_tokens"}, 'modules_to_convert is "embed_tokens"; it must be a list'),
     ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "transformers and vLLM run it"),
     ({"quant_method": "exl3", "bits": 3.0}, "ExLlamaV3 and TabbyAPI run it"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "its pre_quant_scale multiplies activations"),

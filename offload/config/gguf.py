@@ -48,6 +48,11 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 def gguf_config(header: Header) -> ModelConfig:
     """The config of the model in a GGUF file. Raises ModelError."""
     architecture, values = architecture_of(header), Metadata(header)
+    if values.is_head_alone():
+        raise ModelError(
+            f"{header.path} holds a next-token head (MTP) without its model, and a head drafts from its model's file "
+            "here; give or fetch one file that has both, and no --draft"
+        )
     config = config_of(_fields(header, architecture), name=str(header.path))
     if not values.has_head():  # many files lack what they count
         config = replace(config, next_token=None)

@@ -109,6 +109,11 @@ class Metadata(Fields):
         """Whether the next-token head has this part, which no other layer has."""
         return self.has(f"nextn.{part}.weight", self.head_layers().start)
 
+    def is_head_alone(self) -> bool:
+        """Whether the file has layers of a next-token head and none of its model."""
+        layers = {name.split(".")[1] for name in self.header.tensors if name.startswith("blk.")}
+        return bool(layers) and layers <= {*map(str, self.head_layers())}
+
     def has_head(self) -> bool:
         """Whether the next-token head has the parts that no other layer has; the last norm has one of three names."""
         first = self.head_layers().start

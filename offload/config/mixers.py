@@ -11,6 +11,8 @@ from offload.config.rope import Rope
 GateFunction = Literal["sigmoid", "softplus"]
 RecurrenceGate = Literal["silu", "sigmoid"]
 _GATE = 3  # of `HeadStates.row_parts`
+MOST_TAPS = 8  # of a convolution in the CPU's kernels, as in native/delta_rows.h and native/convolution.h
+MOST_BEFORE = 16  # tokens before one that a convolution of the GPU's kernels reads, a program's rows there
 LOW_RANK_PARTS = (_GATE, 5)  # of `DeltaRule.parts`: what gates and times of low rank are products with
 
 

@@ -20,12 +20,12 @@ FILE = "hf_quant_config.json"
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")  # the others by SGLang and vLLM
 SCALE, TENSOR_SCALE = "weight_scale", "weight_scale_2"  # parts of a module; the second one in NVFP4 alone
 _MIXED = "MIXED_PRECISION"
-_FP8 = Scheme("bytes", 8, 0, 0, "F32", widens=True, is_float=True)
+FP8 = Scheme("bytes", 8, 0, 0, "F32", widens=True, is_float=True)
 _NVFP4 = Scheme("fp4", 4, 16, scales="F8_E4M3", is_float=True)
-_BLOCKS = replace(_FP8, outputs=128, inputs=128)
-MXFP8 = replace(_FP8, outputs=1, inputs=32)
+_BLOCKS = replace(FP8, outputs=128, inputs=128)
+MXFP8 = replace(FP8, outputs=1, inputs=32)
 _SCHEMES = {
-    "FP8": _FP8, "FP8_PER_CHANNEL_PER_TOKEN": replace(_FP8, outputs=1), "FP8_PB_WO": _BLOCKS,
+    "FP8": FP8, "FP8_PER_CHANNEL_PER_TOKEN": replace(FP8, outputs=1), "FP8_PB_WO": _BLOCKS,
     "FP8_BLOCK_SCALES": _BLOCKS, "MXFP8": MXFP8, "NVFP4": _NVFP4, "W4A16_NVFP4": _NVFP4,
 }  # fmt: skip
 _WEIGHTS_ALONE = ("FP8_PB_WO", "W4A16_NVFP4")
@@ -60,8 +60,9 @@ def as_stored(scheme: Scheme | None, scale: str) -> Scheme | None:
     """The scheme of a module by the scale that its tensors have, "" for none. scheme: the description's."""
     if not scale:
         return None
-    fits = scheme is not None and scheme.is_e2m1 == (scale == TENSOR_SCALE)
-    return scheme if fits else _NVFP4 if scale == TENSOR_SCALE else _FP8
+    if scheme is not None and scheme.is_e2m1 == (scale == TENSOR_SCALE):
+        return scheme
+    return {TENSOR_SCALE: _NVFP4, SCALE: FP8}.get(scale, _BLOCKS)
 
 
 def _scheme(source: Fields) -> Scheme:

@@ -103,6 +103,12 @@ class NGramNames:
         "ple.ple_embedding.ngram_heads_offsets",
     )  # fmt: skip
 
+    def whole_table(self, module: str) -> str:
+        """The module of the table that the module `module` is a part of; "" if it is part of none."""
+        part, has_parts, _ = self.table.partition("{}")
+        is_part = has_parts and f".{module}".rstrip("0123456789").endswith(f".{part}")
+        return module.rpartition(".")[0] if is_part else ""
+
 
 @dataclass(frozen=True)
 class IndexNames:

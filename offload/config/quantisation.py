@@ -75,18 +75,25 @@ def _with_scales(found: Quantisation, scales: str) -> Quantisation:
 
 def scheme_of(name: str, quantisation: Quantisation, config: ModelConfig) -> Scheme | None:
     """The scheme of the matrix `name`, as named in `expected_tensors`; None for plain numbers."""
-    kind = "Embedding" if name == config.names.embeddings else "Linear"
-    return quantisation.scheme(_aliases(name.removesuffix(".weight"), config.names.body), kind)
+    modules, own = _modules(name, config), config.names
+    kind = "Embedding" if len(modules) > 1 or name in (own.embeddings, own.layer_table) else "Linear"
+    return quantisation.scheme([alias for module in modules for alias in _aliases(module, own.body)], kind)
 
 
 def _scale_of(name: str, config: ModelConfig, scaled: Set[str]) -> str:
     """The scale that the tensors of the matrix `name` have, "" for none."""
-    module, body = name.removesuffix(".weight"), config.names.body
-    aliases = (*_aliases(module, body), module.removeprefix(body))
+    modules, body = _modules(name, config), config.names.body
+    aliases = [alias for each in modules for alias in (*_aliases(each, body), each.removeprefix(body))]
     for part in (TENSOR_SCALE, SCALE, f"{SCALE}_inv"):
         if any(f"{alias}.{part}" in scaled for alias in aliases):
             return part
     return ""
+
+
+def _modules(name: str, config: ModelConfig) -> list[str]:
+    """The module of the matrix `name`, and of a part of a table the table's."""
+    module = name.removesuffix(".weight")
+    return [*filter(None, (module, config.names.ngrams.whole_table(module)))]
 
 
 def _aliases(module: str, body: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ so. Fields about how the weights were computed are ignored.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from offload.config import modelopt
 from offload.config.rules import MAX_RULES, as_rules, rules_of, target_rule
@@ -87,9 +87,8 @@ def _fp8(source: Fields, dtype: str) -> Quantisation:
     source.choice("scale_fmt", ("float", "ue8m0"), default="float")
     by_tensor = source.data.get("weight_block_size", 0) is None
     outputs, inputs = (0, 0) if by_tensor else _sizes(source, "weight_block_size")
-    if source.data.get("modules_to_convert"):
-        source.refuse("modules_to_convert", "absent")
-    return _in_fp8(source, Scheme("bytes", 8, inputs, outputs, "F32", widens=True, is_float=True))
+    tables = as_rules(source, "modules_to_convert", source.data.get("modules_to_convert") or [], "ends", modelopt.FP8)
+    return _in_fp8(source, Scheme("bytes", 8, inputs, outputs, "F32", widens=True, is_float=True), tables)
 
 
 def _fbgemm_fp8(source: Fields, dtype: str) -> Quantisation:
@@ -102,10 +101,11 @@ def _mxfp4(source: Fields, dtype: str) -> Quantisation:
     return Quantisation((*left, Rule("holds", ".experts.", Scheme("mxfp4", 4, 32))))
 
 
-def _in_fp8(source: Fields, scheme: Scheme) -> Quantisation:
+def _in_fp8(source: Fields, scheme: Scheme, tables: Sequence[Rule] = ()) -> Quantisation:
+    """tables: rules for embeddings, which are plain otherwise."""
     key = "ignored_layers" if source.data.get("modules_to_not_convert") is None else "modules_to_not_convert"
     left = rules_of(source, key, "names") if source.data.get(key) is not None else [Rule("is", "lm_head")]
-    return Quantisation((*left, Rule("class", "Linear", scheme)), (ACTIVATIONS,))
+    return Quantisation((*left, *tables, Rule("class", "Linear", scheme)), (ACTIVATIONS,))
 
 
 _FLOATS = {  # formats with one scheme each

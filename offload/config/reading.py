@@ -75,7 +75,8 @@ def draft_config(draft: Path, target: Path) -> ModelConfig:
 
 
 _SINGLE_FILE = "model.safetensors"
-_MAX_BYTES = 1 << 24  # of a header or an index, as `weights.checkpoint` has it
+MAX_HEADER_BYTES = 1 << 24  # of one file of safetensors; all tensors of a 405B model take a hundredth of it
+MAX_INDEX_BYTES = 1 << 26  # of 300,000 tensors, as 25,000 experts in NVFP4 have, it has half of that
 _NAME = re.compile(r"\.(scales|weight_scale)$")
 _SCALE = re.compile(rb'"([^"]*\.weight_scale(?:_2|_inv)?)"')
 _STACKED = re.compile(rb'"([^"]*experts\.gate_up_proj)"')
@@ -112,7 +113,7 @@ def _shards(folder: Path) -> dict[str, str]:
     index = folder / f"{_SINGLE_FILE}.index.json"
     if not index.is_file():
         return {}
-    weight_map = read_json(index, max_bytes=_MAX_BYTES).get("weight_map")
+    weight_map = read_json(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     return {name: str(file) for name, file in weight_map.items()} if isinstance(weight_map, dict) else {}
 
 
@@ -120,4 +121,4 @@ def _header(path: Path) -> bytes:
     """The header of a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        return file.read(min(length, _MAX_BYTES))
+        return file.read(min(length, MAX_HEADER_BYTES))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from functools import lru_cache
-from itertools import chain
+from fnmatch import fnmatchcase, translate
+from functools import cached_property, lru_cache
+from itertools import chain, groupby
 from typing import Literal
 
 from offload.formats.encodings import ENCODINGS, GROUPS
@@ -22,6 +22,7 @@ ACTIVATIONS = (
     "and plain activations"
 )
 KV_CACHE = "the checkpoint's scales for a quantised KV cache are not used: keys and values are exact here"
+_NAME = re.compile(r"[\w.-]*[\w-]")  # the dots of a name are dots, in an expression, too
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
@@ -83,6 +84,42 @@ class Rule:
     def means(self, module: str, kind: str) -> bool:
         return _WAYS[self.way](self.pattern, kind if self.way == "class" else module)
 
+    @property
+    def lists(self) -> Way | None:
+        """The way of a rule whose pattern is a plain name or a glob; None for others."""
+        is_plain = self.way in ("is", "class", "glob") or (self.way == "names" and _NAME.fullmatch(self.pattern))
+        return self.way if is_plain else None
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Rules of one way and scheme, looked up at once: plain names, or globs. A list of a mixture's modules has a
+    thousand names, and there are 75,000 modules."""
+
+    way: Way
+    names: frozenset[str]
+
+    def means(self, module: str, kind: str) -> bool:
+        if self.way == "glob":
+            return self._globs.match(module) is not None
+        if self.way != "names":
+            return (kind if self.way == "class" else module) in self.names
+        last = module.rpartition(".")[2]
+        ends = (*self._ends.get(last, ()), *self._ends.get("", ()))
+        return module.endswith(ends) or any(owner in self.names for owner in _with_owners(module))
+
+    @cached_property
+    def _globs(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(translate, self.names)))
+
+    @cached_property
+    def _ends(self) -> dict[str, tuple[str, ...]]:
+        """The names by their last part; under "" those of one part, which a part may end with."""
+        found = dict[str, list[str]]()
+        for name in self.names:
+            found.setdefault(name.rpartition(".")[2] if "." in name else "", []).append(name)
+        return {last: tuple(names) for last, names in found.items()}
+
 
 @dataclass(frozen=True)
 class Quantisation:
@@ -101,11 +138,20 @@ class Quantisation:
         for module in chain.from_iterable(map(_with_owners, names)):
             if module in self.named:
                 return self.named[module]
-        for rule in self.rules:
-            for name in names:
-                if rule.means(name, kind):
-                    return rule.scheme
+        for rules, scheme in self._steps:
+            if any(rules.means(name, kind) for name in names):
+                return scheme
         return None
+
+    @cached_property
+    def _steps(self) -> list[tuple[_Listed | Rule, Scheme | None]]:
+        """The rules with their schemes, in order; lists of names beside each other are one."""
+        found = list[tuple[_Listed | Rule, Scheme | None]]()
+        for (way, scheme), beside in groupby(self.rules, key=lambda rule: (rule.lists, rule.scheme)):
+            rules = [*beside]
+            listed = _Listed(way, frozenset(rule.pattern for rule in rules)) if way else None
+            found += [(each, scheme) for each in ([listed] if listed else rules)]
+        return found
 
 
 def _with_owners(module: str) -> Iterator[str]:

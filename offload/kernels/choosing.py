@@ -39,13 +39,14 @@ def scores_of(q: Tensor, pooled: Tensor) -> Tensor:
         for first in range(0, len(pooled), step):
             keys = pooled[first : first + step].float()
             for query in q[row].float():
-                product = _summed(keys * query)
+                product = _summed_padded(keys * query)
                 scores[row, first : first + step] += torch.where(product > 0, product, 0.0)
     return scores
 
 
-def _summed(products: Tensor) -> Tensor:
-    """The sums [n] of products [n, D]: halves are added until one number is left."""
+def _summed_padded(products: Tensor) -> Tensor:
+    """The sums [n] of products [n, D], padded with zeros to a power of two: halves are added until one number is
+    left."""
     count = 1 << (products.shape[1] - 1).bit_length()
     products = pad(products, (0, count - products.shape[1]))
     while (count := products.shape[1] // 2) > 0:

@@ -52,15 +52,16 @@ def gated_values(
     size = own.hidden_size
     normed_keys, queries = normed_heads(keys, norms.keys, size), normed_heads(streams, norms.queries, size)
     products = (normed_keys * queries).unflatten(1, (own.streams, size))
-    scores = _summed(products.float()).to(keys.dtype) / sqrt(size)
+    scores = _summed_while_even(products.float()).to(keys.dtype) / sqrt(size)
     roots = scores.abs().clamp_min(_LEAST).sqrt() * scores.sign()
     gates = sigmoid(roots.float()).to(keys.dtype)
     gated = (gates[:, :, None] * values[:, None]).flatten(1)
     return gated, normed_heads(gated, norms.values, size)
 
 
-def _summed(x: Tensor) -> Tensor:
-    """Sums over the last dimension, halves by halves: a device's own order may depend on the number of sums."""
+def _summed_while_even(x: Tensor) -> Tensor:
+    """Sums over the last dimension, halves by halves while there are two, then one by one: a device's own order may
+    depend on the number of sums."""
     while (half := x.shape[-1] // 2) and x.shape[-1] % 2 == 0:
         x = x[..., :half] + x[..., half:]
     found = x[..., 0]

@@ -9,11 +9,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from offload.config.mixers import Recurring
+from offload.config.mixers import MOST_TAPS, Recurring
 from offload.kernels.norms import NormWeights
 
 Kind = TypeVar("Kind", bound=Recurring, contravariant=True)
-MOST_TAPS = 8  # of a convolution in the CPU's kernels, as in native/delta_rows.h and native/convolution.h
 
 
 @dataclass(frozen=True)

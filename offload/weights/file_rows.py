@@ -57,7 +57,7 @@ def _placed(entry: Entry, num_rows: int, rows: range, made: Made) -> FileRows | 
     if isinstance(entry.file, MappedFile):
         start, nbytes = entry.file.extent(entry.stored_name)
     elif isinstance(entry.file, safe_open):
-        start, nbytes = _extents(entry.path, entry.state)[entry.stored_name]
+        start, nbytes = extents(entry.path, entry.state)[entry.stored_name]
     else:
         return None
     row_bytes = nbytes // num_rows
@@ -89,7 +89,7 @@ def _made(entry: Entry, columns: range | None, rows: Tensor, numbers: Tensor) ->
 
 
 @lru_cache(maxsize=1 << 10)
-def _extents(path: Path, state: FileState) -> Mapping[str, tuple[int, int]]:
+def extents(path: Path, state: FileState) -> Mapping[str, tuple[int, int]]:
     """(first byte, number of bytes) of each tensor of a file of safetensors, which the library has checked."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

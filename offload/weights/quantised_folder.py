@@ -11,6 +11,7 @@ fp4     X.weight U8 [outputs, inputs / 2], X.weight_scale F8_E4M3 (NVFP4) or U8 
         X.weight_scale_2 F32 []
 packed_fp4  the same as X.weight_packed and X.weight_scale, of NVFP4 X.weight_global_scale F32 [1]
 mxfp4   X_blocks and X_scales, see weights/mxfp4.py
+Parts that X lacks may be those of the table that X is a part of, which all its parts share.
 """
 
 from __future__ import annotations
@@ -68,14 +69,16 @@ def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) ->
     wrong shape."""
     assert config.quantisation is not None
     rest = {name: entry for name, entry in entries.items() if not _UNUSED.search(name)}
-    expected = expected_tensors(config)
+    expected, shared = expected_tensors(config), set[str]()
     for name, matrix in matrices(config).items():
         module, scheme = name.removesuffix(".weight"), scheme_of(name, config.quantisation, config)
+        table = config.names.ngrams.whole_table(module)
         if scheme is None:
-            if found := [mark for mark in _MARKS if f"{module}{mark}" in rest]:
+            marks = [f"{each}{mark}" for each in filter(None, (module, table)) for mark in _MARKS]
+            if found := [mark for mark in marks if mark in rest]:
                 raise ModelError(
-                    f"{folder}: quantization_config leaves {module} as plain numbers, but there is "
-                    f"{module}{found[0]}; the weights or config.json are another model's"
+                    f"{folder}: quantization_config leaves {module} as plain numbers, but there is {found[0]}; the "
+                    "weights or config.json are another model's"
                 )
             continue
         if name in rest and isinstance(rest[name].file, _Reader | mxfp4.Mxfp4File):
@@ -89,12 +92,21 @@ def gathered(entries: Mapping[str, Entry], config: ModelConfig, folder: Path) ->
                 f"{folder}: {module}.pre_quant_scale multiplies activations, which this program does not implement; "
                 "fetch the model in another quantisation (TensorRT-LLM runs this one)"
             )
-        parts = {part: rest.pop(f"{module}.{part}") for part in _PARTS[scheme.packing] if f"{module}.{part}" in rest}
+        of_table, own = _parts_of(table, scheme, rest), _parts_of(module, scheme, rest)
+        shared.update(of_table.values())
+        parts = {part: rest[stored] for part, stored in (of_table | own).items()}
+        for stored in own.values():
+            del rest[stored]
         rest[name] = _Reader.entry(module, scheme, matrix, parts, folder)
         bias = rest.get(f"{module}.bias")
         if bias is not None and f"{module}.bias" not in expected and not bias.file.get_tensor(bias.stored_name).any():
             del rest[f"{module}.bias"]
-    return rest
+    return {name: entry for name, entry in rest.items() if name not in shared}
+
+
+def _parts_of(module: str, scheme: Scheme, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """The names of a module's parts that are there, by part."""
+    return {part: name for part in _PARTS[scheme.packing] if (name := f"{module}.{part}") in entries}
 
 
 @dataclass(frozen=True)

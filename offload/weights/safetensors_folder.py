@@ -4,23 +4,30 @@ limited."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from offload.config.gguf_header import TensorInfo
+from offload.config.reading import MAX_HEADER_BYTES, MAX_INDEX_BYTES
 from offload.errors import ModelError, shell_line
 from offload.fields import TEXT, Fields, Kind, list_of
 from offload.strict_json import read_json
 from offload.transfer.direct_file import FileState
-from offload.weights.entry import STORED_DTYPES, Entry
+from offload.weights.entry import STORED_DTYPES, Entry, TensorFile
+from offload.weights.file_rows import extents
+from offload.weights.gguf_file import MappedFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 1 << 24  # of one file; all tensors of a 405B model take a hundredth of it
-MAX_INDEX_BYTES = 1 << 24
+_DTYPES = {
+    **STORED_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 # Shard names have no separator, so they cannot point outside the folder. A file may be a symbolic link to the outside
 # (every file of a Hugging Face cache is one): the author of that link could have put the bytes there as well.
 _SHARD_NAME = re.compile(r"[^/\\:\x00]+\.safetensors")
@@ -91,14 +98,37 @@ def _open_file(path: Path, files: ExitStack) -> dict[str, Entry]:
     _check_header_length(path)
     state = FileState.of(path)  # before it is mapped: one that is replaced in between is told from it
     try:
-        file = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return {
-            name: Entry(file, path, state, name, tuple(part.get_shape()), str(part.get_dtype()))
-            for name, part in slices.items()
-        }
+        with safe_open(str(path), framework="numpy") as checked:
+            slices = {name: checked.get_slice(name) for name in checked.keys()}  # noqa: SIM118 (not a mapping)
+            kinds = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+        file = _mapped(path, state, kinds, files)
+        return {name: Entry(file, path, state, name, *kind) for name, kind in kinds.items()}
     except SafetensorError as error:
         raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error
+
+
+def _mapped(
+    path: Path, state: FileState, kinds: Mapping[str, tuple[tuple[int, ...], str]], files: ExitStack
+) -> TensorFile:
+    """The file, whose header is checked. kinds: shapes and dtype codes of its tensors."""
+    try:
+        return files.enter_context(safe_open(str(path), framework="pt", device="cpu"))  # type: ignore[no-any-return]
+    except RuntimeError:  # it maps a file for writing, too, for which Linux gives no more than there is of memory
+        places = extents(path, state)
+        file = _ReadOnly(path, {name: TensorInfo(name, path, *kind, *places[name]) for name, kind in kinds.items()})
+        files.callback(file.close)
+        return file
+
+
+class _ReadOnly(MappedFile):
+    """A file of safetensors that is mapped for reading alone. A `TensorFile`."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        assert self._bytes is not None, "closed"
+        info = self._tensors[name]
+        data, dtype = self._bytes[info.start : info.start + info.nbytes], _DTYPES[info.kind]
+        aligned = data.clone() if info.start % dtype.itemsize else data
+        return aligned.view(dtype).view(info.shape)
 
 
 def _check_header_length(path: Path) -> None:

@@ -33,7 +33,10 @@ _LEAST = 4  # rows of a thread
 
 
 class Table(Protocol):
-    """A table [rows, numbers of a row]."""
+    """A table [rows, numbers of a row]. stats: of rows that are in a file."""
+
+    @property
+    def stats(self) -> TableStats: ...
 
     def begin(self, rows: Tensor) -> Callable[[], Tensor]:
         """Begin to read rows: int64 [...]. Returns a function, to be called once, that waits for them -> [..., numbers
@@ -48,6 +51,11 @@ class HeldTable:
     table: Tensor | StoredMatrix
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def stats(self) -> TableStats:
+        """Nothing: no row is read from a file."""
+        return TableStats()
 
     def begin(self, rows: Tensor) -> Callable[[], Tensor]:
         """Gather the rows where the table is: see `Table`. On a GPU nothing waits for what runs there."""

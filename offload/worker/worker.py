@@ -21,7 +21,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.kv.retrieval import RetrievalCache
 from offload.kv.states import DraftStates, StateCache
 from offload.kv.streaming import StreamingCache
-from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, RankStats
+from offload.metrics import DiskStats, ExpertStats, LevelStats, LinkStats, RankStats, TableStats
 from offload.model.assistant import AssistantDecoder, AssistantLevel
 from offload.model.decoder import Decoder, OnHidden
 from offload.model.level import Hidden, Level, StreamingLevel
@@ -139,6 +139,7 @@ class Worker:
             LinkStats() if link is None else link.stats,
             experts=sum(each, start=ExpertStats()),
             disk=DiskStats() if disk is None else disk.stats,
+            ngram_rows=sum((table.stats for table in self.target.weights.ngrams.values()), start=TableStats()),
         )
 
     def rank_stats(self) -> list[RankStats]:

@@ -17,7 +17,7 @@ from kit.gguf_models import write_gguf
 from kit.models import GREEDY, SMALL, TOKENIZER_SIZE, Sizes, random_model, random_tokens, save
 from kit.quantised import DRAFTED as IN_SHORT_BLOCKS
 from kit.quantised import engine_of, saved
-from kit.stored_models import FORMS, GGUF, by_expert, store, twin
+from kit.stored_models import FORMS, GGUF, RELEASED, by_expert, store, twin
 from offload.config.model import ModelConfig
 from offload.config.reading import read_config
 from offload.engine.engine import Engine
@@ -217,6 +217,7 @@ FILES: dict[str, dict[str, object]] = {
     "gemma4_unified": {**NARROW, "global_head_dim": 64},
 }  # fmt: skip
 MIXED = {"out_proj": "Q6_K", "v_proj": "Q5_K", "in_proj_qkv": "Q4_K", "in_proj_z": "F16"}
+FLASH = "qwen4_exp, n-grams"
 FLASH_PARTS = ("hyper_connection", "indexer", "ple_embedding", "key_proj")
 KINDS: dict[str, Kind] = {
     **{kind: kind for kind in ("F32", "F16", "Q8_0", "Q4_0")},
@@ -267,6 +268,13 @@ def _stored_states(name: str, form: str, root: Path) -> Pair:
     return store(folder, form), _other_draft(root)
 
 
+def _released(form: str, root: Path) -> Pair:
+    """Qwen3.8-Flash-Next as it is published; its next-token head is its draft."""
+    folder = save_tiny(FLASH, root / "target", tokenizer=True, **FILES[FLASH])
+    target = store(heads.with_head(folder), form)
+    return target, target
+
+
 def _file_twin(name: str, kind: str, target: Path, root: Path) -> Path:
     """A file of the same numbers in F32."""
     root.mkdir(parents=True, exist_ok=True)
@@ -282,6 +290,7 @@ MODELS: Mapping[str, Model] = {
     **{f"qwen2 in {form}": Model(partial(_stored, form), _plain_twin) for form in (*FORMS, *GGUF)},
     **{f"qwen3_moe in {form}": Model(partial(_stored_mixture, form), _mixture_twin) for form in (*FORMS, *GGUF)},
     **{f"{name} in int4": Model(partial(_stored_states, name, "int4"), _plain_twin) for name in QUANTISED},
+    **{f"{FLASH} in {form}": Model(partial(_released, form), _plain_twin) for form in RELEASED},
     **{
         f"{name} in a file, {kind}": Model(partial(_file, name, kind), partial(_file_twin, name, kind))
         for name, kinds in KINDS_OF.items()

@@ -94,20 +94,20 @@ def _level_cells(level: LevelStats) -> tuple[str, ...]:
 
 def _links(stats: Stats) -> list[str]:
     if not any((link.bytes_to_device or link.bytes_to_host) for link in (stats.prefill_link, stats.decode_link)):
-        return ["link        nothing moved", *_experts(stats.decode_link)]
+        return ["link        nothing moved", *_wanted(stats.decode_link)]
     return [
         f"link        prefill {_moved(stats.prefill_link)}",
         f"            decode  {_moved(stats.decode_link)}",
         f"            utilisation of full passes {significant(stats.link_utilisation)}, "
         f"idle for {significant(stats.link_idle)} of decode",
         *_wider(stats),
-        *_experts(stats.decode_link),
+        *_wanted(stats.decode_link),
     ]
 
 
-def _experts(link: LinkStats) -> Iterator[str]:
-    """Yield the experts on the host or in the file that decoding wanted."""
-    experts, disk = link.experts, link.disk
+def _wanted(link: LinkStats) -> Iterator[str]:
+    """Yield what decoding wanted of experts on the host or in the file, and of tables of n-grams in the file."""
+    experts, disk, rows = link.experts, link.disk, link.ngram_rows
     if experts.hit_rate is not None:
         wanted = experts.hits + experts.misses
         where = "on the device" if link.bytes_to_device else "in memory"
@@ -118,6 +118,8 @@ def _experts(link: LinkStats) -> Iterator[str]:
         )
     if disk.reads:
         yield f"            {disk.reads:,} read from the file, {size(disk.num_bytes)} in {duration(disk.seconds)}"
+    if wanted := rows.hits + rows.misses:
+        yield f"n-grams     {wanted:,} rows wanted in decode, {percent(rows.hits, wanted)} % in memory already"
 
 
 def _wider(stats: Stats) -> Iterator[str]:

@@ -11,9 +11,9 @@ from offload.config.families import qwen3_5_moe
 from offload.config.families.common import Defaults, Family, epsilon, sizes
 from offload.config.families.gemma2 import NORM
 from offload.config.families.qwen3_5 import with_next_token
-from offload.config.families.states import MOST_TAPS, STATEFUL, layer_kinds
+from offload.config.families.states import STATEFUL, layer_kinds
 from offload.config.families.windows import FULL, INDEXED
-from offload.config.mixers import DeltaRule, Indexer, RecurrenceGate
+from offload.config.mixers import MOST_BEFORE, MOST_TAPS, DeltaRule, Indexer, RecurrenceGate
 from offload.config.model import ModelConfig
 from offload.config.names import NextTokenNames
 from offload.config.ngrams import NGrams, head_sizes, multipliers, padded
@@ -27,7 +27,6 @@ _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_co
 _KEY_HEADS, _GATE, _NORMED = "indexer_kv_heads", "output_gate_type", "norm_topk_prob"
 _GATES = ("sigmoid", "silu")
 _GRAMS, _WIDTH, _TAPS = "ple_layer_ids", "ple_embed_dim", "ple_conv_kernel_size"
-_MOST_BEFORE = 16  # tokens before one that the GPU's kernel of its convolution reads
 _HASHES = ("*.ple_embedding.layer_multipliers", "*.ple_embedding.ngram_heads_*")  # they follow from the fields
 _DEFAULTS = Defaults(
     kv_heads=2, head_dim=256, derives_head_dim=False, max_positions=32768,
@@ -75,8 +74,8 @@ def _ngrams(source: Fields, config: ModelConfig, index: int) -> NGrams:
     multiple = source.integer("make_ngram_vocab_size_divisible_by", 1 << 20, default=128)
     seed = source.get("seed", whole(0, (1 << 62) - 1), 1234)
     taps = source.integer(_TAPS, MOST_TAPS, default=4)
-    if (taps - 1) * size > _MOST_BEFORE:
-        source.refuse(_TAPS, f"{1 + _MOST_BEFORE // size} at most for n-grams of {size} tokens, which are its dilation")
+    if (taps - 1) * size > MOST_BEFORE:
+        source.refuse(_TAPS, f"{1 + MOST_BEFORE // size} at most for n-grams of {size} tokens, which are its dilation")
     assert config.streams is not None
     return NGrams(
         size, heads, width // count, multipliers(seed, config.vocab_size, size, index=index), own,

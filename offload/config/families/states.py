@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.config.families.windows import FULL, INDEXED, WINDOWED
-from offload.config.mixers import DeltaRule, Mamba2, Recurrence, ShortConvolution
+from offload.config.mixers import MOST_TAPS, DeltaRule, Mamba2, Recurrence, ShortConvolution
 from offload.config.model import ModelConfig
 from offload.config.names import RecurrenceNames
 from offload.config.norm import Norm
@@ -16,7 +16,6 @@ from offload.fields import Fields
 STATEFUL, CONVOLVED = "linear_attention", "conv"
 _LIMITS = "time_step_limit"
 _CHANNEL_SIZES = {"num_heads": 32, "head_dim": 128}  # fields, and their defaults
-MOST_TAPS = 8  # that the CPU's kernels know
 
 
 def read_delta_rule(

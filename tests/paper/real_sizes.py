@@ -138,7 +138,7 @@ class _HomeMaker(HomeMaker):
         coded = torch.zeros(coded_layout.num_bytes, dtype=torch.uint8)
         self.coded.append(coded_layout.bind(self._on_device(coded)))
         places, end = [], 0
-        for name in OPERATORS:
+        for name in (each for each in OPERATORS if f"{each}.weight" in layout.views):
             start, end = end, end + layout.views[f"{name}.weight"].nbytes // 2
             places.append((slice(start, end), end - start))
         return BesideCodes(content, tuple(places), self.coded[-1], layout, self._device)

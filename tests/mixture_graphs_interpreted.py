@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kit.graph_scenes import (
     CODED,
+    HEADED,
     INDEXED,
     PROMPT,
     TOKENS,
@@ -25,6 +26,9 @@ from kit.graph_scenes import (
     texts,
 )
 from kit.interpreter import rounds_products_once, rounds_to_bf16, runs_assembly
+from kit.models import GREEDY
+from offload.engine.request import GenerationRequest
+from offload.model.graphs import VARIABLE
 from offload.model.passes import forward
 from test_expert_slots import AtRandom
 from test_paper_bugs import Bug
@@ -143,6 +147,23 @@ def between_prefills(folder: Path, case: Case) -> list[Tensor]:
         found += [forward(level, [token], 1).cpu() for token in TOKENS[:3]]
         assert gpu.problems == []
         return found
+
+
+def test_a_head_drafts_in_graphs_what_it_drafts_kernel_by_kernel(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From hidden rows of several streams, for a model whose chosen blocks and experts cross the link."""
+    drafting = replace(WHOLE, gamma=3, draft_gamma=3, budget=0)
+    case, found = Case("target", drafting, INDEXED + HEADED, dtype="bf16", blocks=32, slots=3), []
+    for value in ("off", "on"):
+        monkeypatch.setenv(VARIABLE, value)
+        with on_gpu(folders(case.model), case) as (engine, gpu):
+            steps = engine.generate(GenerationRequest(PROMPT[:40], GREEDY, max_tokens=12))
+            found.append([token for step in steps for token in step.tokens])
+            assert (engine.levels["draft"]._graphs is not None) == (gpu.launches["graph"] > 20) == (value == "on")
+            assert engine.levels["draft"].stats.passes > 12
+            assert gpu.problems == []
+    assert found[0] == found[1]
 
 
 STALE = [

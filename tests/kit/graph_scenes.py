@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kit.families import save_tiny
 from kit.gguf_models import write_gguf
+from kit.heads import with_head
 from kit.interpreter import without_idle_work
 from kit.models import GREEDY, Sizes, changed, random_model, random_tokens, save, tiny_engine, tiny_plan
 from kit.sunk import read_as_sunk, save_sunk
@@ -41,6 +42,7 @@ WHOLE = replace(PLAIN, pages=16, rows=2)  # one tile of a layer
 CODED = replace(PLAIN, gamma=4, budget=0, kv_bits=4, page=64)
 SUNK = ", sunk"
 INDEXED = "qwen4_exp, n-grams"
+HEADED = ", with its head"
 FEW: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 8},
     "gemma4": {
@@ -104,7 +106,9 @@ def saved(root: Path) -> Callable[[str], Path]:
                 return root / f"{name}.gguf"
             if name.endswith(SUNK):
                 return save_sunk(name.removesuffix(SUNK), root / name, tokenizer=True, **fields)
-            return save_tiny(name, root / name, tokenizer=True, **(fields | FEW.get(name, {})))
+            base = name.removesuffix(HEADED)
+            made = save_tiny(base, root / name, tokenizer=True, **(fields | FEW.get(base, {})))
+            return with_head(made, layer=1) if name.endswith(HEADED) else made
         model = random_model("qwen2", vocab_size=264, max_position_embeddings=512, hidden_size=64, head_dim=16, seed=11)
         return save(model, root / name, tokenizer=True)
 
@@ -126,7 +130,8 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
         if case.model.endswith(SUNK):
             read_as_sunk(families)
         counts_of.cache_clear()  # tensors of another GPU on paper
-        plan = tiny_plan(folder, None, case.sizes, num_prompt_tokens=220, max_tokens=20, **options)
+        draft = folder if case.model.endswith(HEADED) else None
+        plan = tiny_plan(folder, draft, case.sizes, num_prompt_tokens=220, max_tokens=20, **options)
         for module in ("kv.full", "kv.quantised_attention"):
             patch.setattr(f"offload.{module}.rounded_up", in_pairs)  # else only longer texts round
         programs_by_interpreter(gpu, patch)
@@ -136,7 +141,7 @@ def on_gpu(folder: Path, case: Case, bug: Bug | None = None) -> Iterator[tuple[E
         plan = changed(plan, device="cuda:0", fused_prefill=False, expert_slots=case.slots, cpu_experts=case.by_cpu)
         plan = changed(plan, shares_experts=case.shares, resident_layers=read_config(folder).num_layers)
         plan = changed(plan, block_slots=case.blocks)
-        with tiny_engine(plan, folder) as engine:
+        with tiny_engine(plan, folder, draft) as engine:
             yield engine, gpu
 
 

@@ -75,10 +75,11 @@ def form_of(folder: Path) -> Form:
     return FORMS[kind.removesuffix("_text")]
 
 
-def with_head(folder: Path, *, seed: int = 3) -> Path:
+def with_head(folder: Path, *, seed: int = 3, layer: int | None = None) -> Path:
     """The model with a random next-token head. The copies of its tables are no copies, so that it shows if they are
-    used."""
+    used. layer: that the head's is like; None: the form's."""
     form, path = form_of(folder), folder / "model.safetensors"
+    form = form if layer is None else replace(form, layer=layer)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | form.fields))
     tensors, generator = load_file(path), torch.Generator().manual_seed(seed)

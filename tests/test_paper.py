@@ -172,7 +172,12 @@ OF_ROWS = test_cuda.test_a_row_of_a_product_does_not_depend_on_its_place_among_t
 BITS = test_cuda.test_a_row_of_a_product_with_weights_in_few_bits_does_not_depend_on_the_rows_beside_it
 # So are programs of what crosses the link in fewer bits: see packed_interpreted.py and quantised_interpreted.py.
 FEWER_BITS = test_cuda.test_tokens_are_the_same_in_whatever_bits_weights_and_pages_cross_the_link
-APART = (OF_ROWS, BITS, FEWER_BITS)
+# See fixed_interpreted.py and chosen_interpreted.py.
+PROGRAMS = (
+    test_cuda.test_products_in_fixed_point_have_the_bits_of_their_definition,
+    test_cuda.test_chosen_blocks_come_from_pinned_memory_to_the_slots_that_torch_gives_them,
+)
+APART = (OF_ROWS, BITS, FEWER_BITS, *PROGRAMS)
 GPU_TESTS = {name: test for name, test in vars(test_cuda).items() if name.startswith("test_") and test not in APART}
 QUICK = ("test_a_host_block", "test_a_block_can", "test_copies_arrive", "test_a_copy_home")  # without a model
 

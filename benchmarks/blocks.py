@@ -92,7 +92,7 @@ def cache_of(decoder: Decoder, capacity: int, slots: int, link: PacedLink) -> tu
     )
     assert full.blocks is not None
     full.blocks.release()
-    full.blocks = counted = CountedBlocks(memory, full, indexer.ratio, slots, own)
+    full.blocks = counted = CountedBlocks(memory, full, indexer.ratio, slots, -(-capacity // indexer.ratio), own)
     count = len(config.stateful)
     layers = LayerStates(memory, states, num_layers=count, rows=HELD, dtype=DTYPE, kernels=own)
     kept = Checkpoints(memory, states, num_layers=count, dtype=DTYPE, most=2)

@@ -4,12 +4,15 @@ test_gpu_kernels.py runs this with TRITON_INTERPRET=1, in a process of its own, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from gpu_interpreted import TOLERANCE, Unwritten
 from kit.interpreter import products_by_row, without_idle_work
+from offload.kernels.block_slots import SlotTable
 from offload.kernels.choosing import choose as choose_by_torch
 from offload.kernels.gpu import block_slots, choosing
 from offload.kernels.gpu.choosing import choose, chunking
@@ -111,6 +114,27 @@ def test_slots_go_to_the_same_blocks_as_by_torch(
     """Of a text that grows, is cut, and whose rows choose here and there; the same tables, places and fetches."""
     monkeypatch.setattr(block_slots, "CHUNK", chunk)
     check_slots(block_slots.take_slots, num_slots, num_rows, most)
+
+
+def test_what_a_broken_off_call_marked_is_not_asked_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass begins with another time, as `BlockCache.begin` has it."""
+    of_blocks, of_slots = torch.full((2, 40), -1, dtype=torch.int32), torch.full((2, 8), -1, dtype=torch.int32)
+    of_blocks[1] = of_slots[1] = 0
+    table = SlotTable(*of_blocks, *of_slots, torch.zeros(1, dtype=torch.int32))
+
+    def broken(program: Any, *given: Any, **more: Any) -> None:
+        if program is not block_slots.mark_asked:
+            raise KeyboardInterrupt
+        launch(program, *given, **more)
+
+    launch = block_slots.launch
+    monkeypatch.setattr(block_slots, "launch", broken)
+    with pytest.raises(KeyboardInterrupt):
+        block_slots.take_slots(table, torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.tensor([99]), 4)
+    monkeypatch.undo()
+    table.clock.add_(1)
+    block_slots.take_slots(table, torch.tensor([[7, 9]], dtype=torch.int32), torch.tensor([99]), 4)
+    assert sorted(table.block_in.tolist()) == [-1] * 5 + [7, 9, 24]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

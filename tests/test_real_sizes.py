@@ -19,7 +19,7 @@ from offload.config.reading import read_config
 from offload.formats.quantised_kv import GROUP
 from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
-from offload.plan.kernel_counts import BLOCK_KERNELS, layer_kernels
+from offload.plan.kernel_counts import block_kernels, layer_kernels
 from offload.plan.options import Options
 from offload.plan.passes import graph_levels
 from offload.plan.request import Request
@@ -263,7 +263,7 @@ def test_a_pass_over_chosen_blocks_is_a_graph_wherever_they_are(offload: tuple[s
     """With the kernels that the plan prices, and 27 outside layers, 28 where blocks are on the host: most of these
     compute the rows' places."""
     target, launches = launches_of(FLASH, tmp_path, *offload)
-    more = BLOCK_KERNELS * len(target.growing) if offload else 0
+    more = block_kernels(target, 16, 8224 if offload else 0)
     assert launches[0].total() == sum(map(layer_kernels, target.blocks)) + more + 27 + bool(offload)
 
 

@@ -22,6 +22,7 @@ class RowPlaces:
     def __init__(self, positions: Tensor, slots: Tensor, bounds: Tensor | None = None) -> None:
         self.positions, self.slots, self.bounds = positions, slots, bounds
         self._made: dict[tuple[str, int], Tensor] = {}
+        self._blocks: dict[tuple[int, int], RowPlaces] = {}
 
     def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
         """Keys k [T, H_kv, D], rotated and weighted. scoring: of all positions; the caller keeps it alive."""
@@ -58,12 +59,10 @@ class RowPlaces:
     def blocks(self, size: int, count: int) -> RowPlaces:
         """The places of `count` blocks of `size` tokens, from the first row's on: positions of their first tokens;
         slots: their numbers."""
-
-        def numbers() -> Tensor:
-            return self.positions[:1] // size + torch.arange(count, device=self.positions.device)
-
-        found = self._once(f"blocks of {size}", count, numbers)
-        return RowPlaces(self._once(f"starts of blocks of {size}", count, lambda: found * size), found)
+        if (size, count) not in self._blocks:
+            numbers = self.positions[:1] // size + torch.arange(count, device=self.positions.device)
+            self._blocks[size, count] = RowPlaces(numbers * size, numbers)
+        return self._blocks[size, count]
 
     def members(self, size: int, count: int) -> Tensor:
         """The rows of the tokens of these blocks, int64 [count * size], among the `size` before the first row and the

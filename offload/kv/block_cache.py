@@ -12,7 +12,7 @@ from offload.kernels.device import DeviceKernels
 from offload.kernels.runs import Run
 from offload.kv.fetch import HostFetch, Tail, copies_of
 from offload.kv.full import FullCache
-from offload.plan.sizing import CHOOSING_ROWS, KEYS_GROWTH
+from offload.plan.sizing import CHOOSING_ROWS
 from offload.transfer.memory import Memory
 
 PURPOSE = "block cache"
@@ -27,8 +27,10 @@ class BlockCache:
     copies: of a GPU's own kernels, where they reach all homes: they bring blocks and take new rows home, and the host
     reads nothing; None: the host does. new: room for rows of a layer, [2, 1, H_kv, rows, D]."""
 
-    def __init__(self, memory: Memory, full: FullCache, size: int, slots: int, kernels: DeviceKernels) -> None:
-        """full: whose homes on the host have all rows."""
+    def __init__(
+        self, memory: Memory, full: FullCache, size: int, slots: int, num_blocks: int, kernels: DeviceKernels
+    ) -> None:
+        """full: whose homes on the host have all rows. num_blocks: of a sequence, at most."""
         shape, count, device = full.shape, full.num_layers, memory.device
         self.size, self.num_slots, self._memory, self._full = size, slots, memory, full
         held = count, 2, shape.num_kv_heads, slots * size, shape.head_dim
@@ -44,19 +46,17 @@ class BlockCache:
         self._of_slots = torch.zeros(2, count, slots, dtype=torch.int32, device=device)
         self._of_slots[0] = -1
         self._clocks = torch.zeros(count, 1, dtype=torch.int32, device=device)
-        self._of_blocks = torch.zeros(2, count, 0, dtype=torch.int32, device=device)
+        self._of_blocks = torch.zeros(2, count, num_blocks, dtype=torch.int32, device=device)
+        self._of_blocks[0] = -1
 
-    def reserve(self, num_tokens: int) -> None:
-        """Know the blocks of `num_tokens` tokens."""
-        missing = -(-num_tokens // self.size) - self._of_blocks.shape[2]
-        if missing > 0:
-            more = self._of_blocks.new_zeros(2, len(self.held), -(-missing // KEYS_GROWTH) * KEYS_GROWTH)
-            more[0] = -1
-            self._of_blocks = torch.cat([self._of_blocks, more], 2)
+    def begin(self) -> None:
+        """A pass begins: what a broken-off one marked is not asked for now."""
+        self._clocks += 1
 
-    def rows_at_once(self, most_blocks: int) -> int:
-        """The rows that have slots at the same time, if each attends to so many whole blocks and an incomplete one."""
-        return max((self.num_slots - 2) * self.size // ((most_blocks + 1) * self.size + 1), 1)  # see `slots_of`
+    @property
+    def has_all(self) -> bool:
+        """Whether there are slots for all blocks of a sequence."""
+        return self.num_slots >= self._of_blocks.shape[2]
 
     def table(self, layer: int) -> SlotTable:
         """Which block is in which slot of a layer."""
@@ -74,8 +74,9 @@ class BlockCache:
         found, wanted = self._take(self.table(layer), blocks, positions, self.size)
         held, shape = self.held[layer : layer + 1], self._full.shape
         if self.copies is None:
-            wanted = wanted.expand(1, shape.num_kv_heads, -1).contiguous()
-            self._fetches[layer].fetch(held, _NO_TAIL, wanted)
+            if (wanted >= 0).any():  # else it would wait for rows that go home
+                wanted = wanted.expand(1, shape.num_kv_heads, -1).contiguous()
+                self._fetches[layer].fetch(held, _NO_TAIL, wanted)
         else:
             homes = self._full.pages.store.addresses()[layer : layer + 1]
             self.copies.chunks(homes, wanted, held, chunk=self.size, page=shape.page_tokens, tile=shape.tokens)
@@ -105,8 +106,8 @@ class BlockCache:
 
     @property
     def graph_key(self) -> Hashable:
-        """A part of `Cache.graph_key`: where the table and the homes' addresses are."""
-        return self._of_blocks.data_ptr(), self._of_blocks.shape, self._full.pages.store.num_tiles
+        """A part of `Cache.graph_key`: where the homes' addresses are."""
+        return self._full.pages.store.addresses().data_ptr()
 
     def nbytes(self) -> int:
         return self.held.nbytes + self.new.nbytes

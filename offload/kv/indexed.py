@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.block_slots import NOWHERE
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import RowPlaces
 from offload.kernels.pooled import IndexRows
@@ -19,7 +18,7 @@ from offload.kv.block_cache import BlockCache
 from offload.kv.block_index import BlockIndex
 from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
-from offload.plan.sizing import CHOOSING_ROWS
+from offload.plan.sizing import CHOOSING_ROWS, rows_in
 from offload.transfer.memory import Memory
 
 
@@ -39,29 +38,25 @@ class IndexedCache(FullCache):
         super().__init__(memory, shape, **others)
         kernels: DeviceKernels = others.get("kernels", NONE)
         self.index, self._choose = index, kernels.choose
-        self.blocks = BlockCache(memory, self, index.indexer.ratio, block_slots, kernels) if block_slots else None
+        self._stop = 0  # of the rows of the forward under way
+        self.blocks: BlockCache | None = None
+        if block_slots:
+            ratio, most = index.indexer.ratio, len(self.scorings[0].rope.cos)
+            self.blocks = BlockCache(memory, self, ratio, block_slots, -(-most // ratio), kernels)
 
     def reserve(self, num_tokens: int) -> None:
         super().reserve(num_tokens)
-        self._know(num_tokens)
-
-    def _know(self, num_tokens: int) -> None:
-        """Have room for what is kept of the blocks of `num_tokens` tokens."""
         self.index.reserve(num_tokens)
-        if self.blocks is not None:
-            self.blocks.reserve(num_tokens)
 
     def begin(self, phase: Phase, num_rows: int, *, ahead: bool = False) -> None:
         super().begin(phase, num_rows, ahead=ahead)
-        self._stop = self.length + num_rows
-        self._know(self._stop)
-        self.index.begin(self.length, num_rows)
-        if self.blocks is not None and phase == "prefill":  # whose end waits until its rows are home
-            self.blocks.forget(self.length // self.blocks.size)
-
-    def _end_blocks(self, blocks: BlockCache, phase: Phase | None) -> None:
-        if phase == "decode" and blocks.copies is not None:
-            self.pages.wrote_home(self._start, self._stop)
+        self._stop = self._start + num_rows
+        self.index.reserve(self._stop)
+        self.index.begin(self._start, num_rows)
+        if self.blocks is not None:
+            self.blocks.begin()
+            if phase == "prefill":  # whose end waits until its rows are home
+                self.blocks.forget(self._start // self.blocks.size)
 
     def attend_chosen(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexRows) -> Tensor:
         """As `attend`, over what the index chooses for each row."""
@@ -92,9 +87,9 @@ class IndexedCache(FullCache):
     @property
     def _rows_at_once(self) -> int:
         """The rows that attend to what they chose at a time."""
-        if self.blocks is None or self._phase == "prefill":
+        if self.blocks is None or self._phase == "prefill" or self.blocks.has_all:
             return CHOOSING_ROWS
-        return self.blocks.rows_at_once(self.index.indexer.most_blocks)
+        return rows_in(self.index.indexer, self.blocks.num_slots)
 
     def _attended(self, layer: int, rows: Rows, chosen: Chosen) -> Tensor:
         """The attention of a few rows over what they choose."""
@@ -125,7 +120,7 @@ class IndexedCache(FullCache):
         """Attend over the slots of `blocks`, in which all that the rows choose has room."""
         positions, count = rows.in_memory().positions, len(rows.q)
         places = RowPlaces(positions, torch.arange(count, device=positions.device))
-        at = torch.where(chosen.tokens > 0, positions, NOWHERE * blocks.size)
+        at = torch.where(chosen.tokens > 0, positions, -blocks.size)
         slots = blocks.bring(layer, chosen.blocks, at)
         self._attention.begin(replace(rows, index=0, places=places), [self.index.indexer.most_tokens])
         self._attention.append_rows(Run(blocks.new, count))
@@ -155,14 +150,23 @@ class IndexedCache(FullCache):
 
     @property
     def _is_whole(self) -> bool:
+        """Also whether a GPU's kernels bring what rows choose."""
         if self.blocks is None:
             return super()._is_whole
         return self._places.in_memory and self.blocks.copies is not None
 
+    def wait_home(self) -> None:
+        self._note_writes()  # of a forward that was broken off, too
+        self.pages.wait_home()
+
     def _end(self) -> None:
-        if self.blocks is not None:
-            self._end_blocks(self.blocks, self._phase)
+        self._note_writes()
         super()._end()
+
+    def _note_writes(self) -> None:
+        """Note what a GPU's kernels write home in the forward under way."""
+        if self._phase == "decode" and self.blocks is not None and self.blocks.copies is not None:
+            self.pages.wrote_home(self._start, self._stop)
 
     def restored(self, length: int) -> None:
         super().restored(length)

@@ -11,7 +11,7 @@ from functools import cached_property
 from offload.config.model import ModelConfig
 from offload.config.next_token import rest_bytes
 from offload.formats.layout import WIDEST_GPU_HEAD
-from offload.plan.kernel_counts import BLOCK_KERNELS, layer_kernels
+from offload.plan.kernel_counts import block_kernels, layer_kernels
 from offload.plan.passes import DevicePasses, SumCosts
 from offload.speed.routing import layers_read_bytes, layers_wanted_bytes
 
@@ -153,8 +153,8 @@ class GpuPasses(DevicePasses):
     def _target_calls(self) -> float:
         """Seconds that a pass of the target as graphs takes beside its bytes, with the host's work in the middle."""
         sizing, placement = self.passes.sizing, self.passes.placement
-        blocks = BLOCK_KERNELS * sizing.num_growing if placement.block_slots else 0
-        return self._graph_calls(sizing.target, brings=placement.expert_slots > 0) + blocks * GPU.graph_kernel_seconds
+        kernels = block_kernels(sizing.target, sizing.most_rows, placement.block_slots)
+        return self._graph_calls(sizing.target, brings=placement.expert_slots > 0) + kernels * GPU.graph_kernel_seconds
 
     def _graph_calls(self, model: ModelConfig, *, brings: bool) -> float:
         """Seconds that a pass of a model as graphs takes beside its bytes. brings: whether the host works in the middle

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from offload.config.block import Block, Encodings
 from offload.config.mixers import Attention, DeltaRule, Recurrence, ShortConvolution
+from offload.config.model import ModelConfig
 from offload.config.norm import Norm
+from offload.plan.sizing import rows_in
 
 _ATTENTION = 3  # rotation, a run, the merge
 _GATE = 2  # of the heads' output: its function, the product
@@ -20,7 +22,8 @@ _LOW_RANK = 5  # of a delta rule: two products, what they read, rows joined
 _EXPERTS = 6  # scores, choice, order, two products, the sum
 _MEAN = 3  # of streams, between two products: the norm, gates, the mean
 _INDEX = 45  # a product, norms, rotations, pooling, the choice and its blocks, of which several are indexing
-BLOCK_KERNELS = 10  # more of a layer whose chosen blocks are on the host: slots, copies there and back
+_BLOCKS = 10  # more of a layer whose chosen blocks are on the host: slots, copies there and back
+_PART = 18  # of further rows, where slots do not have what all choose: these, their places, attention
 _NGRAMS = 45  # two products, three norms, the score with its root and sign, the gate, values, the convolution
 _APART = 3  # more where gate and up are stored in unlike encodings
 
@@ -28,6 +31,15 @@ _APART = 3  # more where gate and up are stored in unlike encodings
 def layer_kernels(block: Block) -> int:
     """The kernels of a layer whose rows have 16 bits."""
     return _mixer(block) + _network(block) + _input(block) + _streams(block) + block.multiplied
+
+
+def block_kernels(model: ModelConfig, rows: int, slots: int) -> int:
+    """More kernels of a pass of `rows` rows that choose blocks which are on the host. slots: of a layer; 0: no block is
+    on the host."""
+    if not slots or model.indexer is None:
+        return 0
+    parts = -(-rows // rows_in(model.indexer, slots))
+    return len(model.growing) * (_BLOCKS + (parts - 1) * _PART)
 
 
 def _mixer(block: Block) -> int:

@@ -73,6 +73,12 @@ def slots_of(indexer: Indexer, num_rows: int) -> int:
     return num_rows * (indexer.most_blocks + 1) + -(-num_rows // indexer.ratio) + 2
 
 
+def rows_in(indexer: Indexer, slots: int) -> int:
+    """The rows that have all of these in so many slots, see `slots_of`; at least one."""
+    ratio = indexer.ratio
+    return max((slots - 2) * ratio // ((indexer.most_blocks + 1) * ratio + 1), 1)
+
+
 def raw_keys(indexer: Indexer) -> int:
     """Tokens whose raw index keys are kept: of a pass that may be rejected, of the one before, and of a block."""
     return 2 * MAX_ROWS + indexer.ratio

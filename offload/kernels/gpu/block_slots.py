@@ -1,5 +1,6 @@
-"""The slots of a block cache on a GPU, in Triton, see `kernels.block_slots`: four launches, of which the host reads
-nothing. Each sees all that the one before it wrote."""
+"""The slots of a block cache on a GPU, in Triton, see `kernels.block_slots`: four launches, each of which sees all that
+the one before it wrote. The host reads nothing, and no size follows from what is in slots, so a graph may contain them.
+"""
 
 # Triton evaluates the annotations of programs, so they are not postponed.
 import torch

@@ -167,9 +167,10 @@ def copy_new_rows(
     word = tl.arange(0, WORDS_PADDED)
     real = word < WORDS
     new = tl.load(rows + kind * kind_stride + head * head_stride + row * WORDS + word, mask=real)
-    place = tl.load(slot_of + token // SIZE) * SIZE + token % SIZE
-    target = ((kind * num_heads + head) * num_held + place.to(tl.int64)) * WORDS
-    tl.store(held + target + word, new, mask=real)
+    slot = tl.load(slot_of + token // SIZE)
+    place = slot.to(tl.int64) * SIZE + token % SIZE
+    target = ((kind * num_heads + head).to(tl.int64) * num_held + place) * WORDS
+    tl.store(held + target + word, new, mask=real & (slot >= 0))
     within = token % TILE
     page = kind * (TILE // PAGE) + within // PAGE
     home = tl.load(homes + token // TILE).to(tl.pointer_type(tl.int32))

@@ -22,6 +22,7 @@ WINDOWS = 2  # of each document
 KINDS = {"prose": settings.HELD_OUT_BOOKS, "code": settings.HELD_OUT_MODULES}
 
 
+@torch.compiler.set_stance("force_eager")  # for a few windows nothing is compiled
 def evaluate(model: Flash, corpus: Corpus) -> dict[str, object]:
     """Nats a token with the index's choice and with all blocks, and what the blocks that each layer's rows choose have
     of the attention, on prose and on code."""

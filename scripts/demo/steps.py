@@ -52,7 +52,7 @@ MIXTURE_SCHEDULE = Schedule(
 )
 
 INDEXED_SCHEDULE = Schedule(
-    phases=(Phase(450, 2, 4096),),
+    phases=(Phase(620, 1, 4096),),
     matrix_lr=0.02,
     other_lr=2e-3,
     warmup=40,
@@ -135,9 +135,8 @@ def _train_on_books(
     length = schedule.phases[0].length
 
     def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        return (corpus.windows if phase.length <= settings.TRAINED_POSITIONS else corpus.long_windows)(
-            phase.length, rng
-        )
+        own = corpus.windows if phase.length <= settings.TRAINED_POSITIONS else corpus.long_windows
+        return own(phase.length, rng)
 
     training.train(
         Run(

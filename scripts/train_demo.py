@@ -5,6 +5,7 @@
     python scripts/train_demo.py --corpus corpus --out build            # every step, in order
     python scripts/train_demo.py --corpus corpus --out build draft evaluate
     python scripts/train_demo.py --corpus corpus --out build mixture    # a small mixture, for benchmarks/routing.py
+    python scripts/train_demo.py --corpus corpus --out build indexed    # one with an index, for benchmarks/blocks.py
 
 Each step leaves its result under --out (the models in demo-target and demo-draft) and resumes from its checkpoint
 when it is run again.  Needs torch >= 2.13 (Muon), transformers >= 5, numpy, and a C++ compiler for torch.compile.
@@ -22,9 +23,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from demo import corpus, evaluate, export, model, settings, steps, tokenizer, training
+from demo import choice, corpus, evaluate, export, flash, model, settings, steps, tokenizer, training
 from demo.data import Corpus
-from demo.settings import Paths, Shape
+from demo.flash import Flash
+from demo.model import LanguageModel, Llama
+from demo.settings import Paths
 
 
 def make_corpus(source: Path, paths: Paths) -> None:
@@ -47,13 +50,13 @@ def make_target(source: Path, paths: Paths) -> None:
 def make_stretch(source: Path, paths: Paths) -> None:
     """Stretches the target to 32K positions and saves it."""
     steps.train_stretch(load_corpus(paths), paths)
-    save(settings.TARGET_LONG, "stretch", "target", paths)
+    save(Llama(settings.TARGET_LONG), "stretch", "target", paths)
 
 
 def make_draft(source: Path, paths: Paths) -> None:
     """Distils the draft and saves it."""
     steps.train_draft(load_corpus(paths), paths)
-    save(settings.DRAFT, "draft", "draft", paths)
+    save(Llama(settings.DRAFT), "draft", "draft", paths)
 
 
 def make_evaluation(source: Path, paths: Paths) -> None:
@@ -63,12 +66,27 @@ def make_evaluation(source: Path, paths: Paths) -> None:
 
 def make_mixture(source: Path, paths: Paths) -> None:
     """Trains a mixture of experts on the same books and Python's library, with a tokenizer of its own, and saves it."""
+    paths = with_library(source, paths)
+    steps.train_mixture(load_corpus(paths), paths)
+    save(Llama(settings.MIXTURE), "mixture", "mixture", paths)
+
+
+def make_indexed(source: Path, paths: Paths) -> None:
+    """Trains a small model of Qwen3.8-Flash-Next's form on the same texts, saves it, and prints what its index does."""
+    paths = with_library(source, paths)
+    texts, trained = load_corpus(paths), Flash(settings.INDEXED)
+    steps.train_indexed(texts, paths)
+    save(trained, "indexed", "indexed", paths)
+    print(json.dumps(choice.evaluate(trained, texts), indent=2))
+
+
+def with_library(source: Path, paths: Paths) -> Paths:
+    """The paths of models that read Python's library too, with its texts and a tokenizer of their own."""
     paths = Paths(paths.out / "mixture")
     if not paths.tokens.exists():
         documents = corpus.build(source, paths.documents, library=True)
         tokenizer.encode(tokenizer.train(documents, paths.tokenizer), documents, paths.tokens)
-    steps.train_mixture(load_corpus(paths), paths)
-    save(settings.MIXTURE, "mixture", "mixture", paths)
+    return paths
 
 
 STEPS: dict[str, Callable[[Path, Paths], None]] = {
@@ -79,7 +97,10 @@ STEPS: dict[str, Callable[[Path, Paths], None]] = {
     "draft": make_draft,
     "evaluate": make_evaluation,
 }
-APART: dict[str, Callable[[Path, Paths], None]] = {"mixture": make_mixture}  # of the pair's steps
+APART: dict[str, Callable[[Path, Paths], None]] = {  # from the pair's steps
+    "mixture": make_mixture,
+    "indexed": make_indexed,
+}
 
 
 def load_corpus(paths: Paths) -> Corpus:
@@ -87,11 +108,10 @@ def load_corpus(paths: Paths) -> Corpus:
     return Corpus(corpus.load(paths.documents), paths.tokens)
 
 
-def save(shape: Shape, checkpoint: str, name: str, paths: Paths) -> None:
-    """Exports a checkpoint to its model folder."""
-    trained = model.Llama(shape)
-    training.load_weights(trained, paths.checkpoint(checkpoint))
-    export.export(trained, paths.tokenizer, paths.model(name))
+def save(empty: LanguageModel, checkpoint: str, name: str, paths: Paths) -> None:
+    """Exports a checkpoint to its model folder. empty: a model of its shape, which gets the weights."""
+    training.load_weights(empty, paths.checkpoint(checkpoint))
+    export.export(empty, paths.tokenizer, paths.model(name))
 
 
 def main() -> None:
@@ -107,6 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model.compile_pieces()
+    flash.compile_pieces()
     for name in args.steps or STEPS:
         print(f"== {name}", file=sys.stderr, flush=True)
         began = time.monotonic()

@@ -546,6 +546,29 @@ def test_routing_counts_what_the_rows_of_a_text_choose(run: Run, tmp_path: Path)
     assert "of none" in table
 
 
+@pytest.mark.skipif(not kernels().usable, reason=kernels().reason)
+def test_blocks_counts_the_bytes_of_blocks_that_are_in_no_slot(run: Run, tmp_path: Path) -> None:
+    """Of a random model's folder, on two texts. With slots for all blocks, each crosses once at most."""
+    model = save_tiny("qwen4_exp", tmp_path / "model", tokenizer=True, vocab_size=TOKENIZER_SIZE, eos_token_id=None)
+    for name, power in (("squares", 2), ("cubes", 3)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{n**power}, " for n in range(100)))
+    files = ",".join(str(tmp_path / f"{name}.txt") for name in ("squares", "cubes"))
+    args = ("--texts", files, "--length", "256", "--tokens", "16", "--budget", "32", "--rows", "1,4", "--times", "1,3")
+    written, table = run("blocks.py", "--model", str(model), *args)
+    _, rows = read(written)
+    assert [(each["text"], each["slots"], each["rows"]) for each in rows] == [
+        (text, slots, count)
+        for text in ("squares", "cubes")
+        for slots in (32, 96, rows[-1]["slots"])
+        for count in (1, 4)
+    ]
+    assert all(each["of_needed"] == 1 for each in rows)
+    assert all(0 <= each["hits"] < 1 for each in rows)
+    for few, _, every in zip(rows[::2], rows[1::2], rows[4:], strict=False):
+        assert few["bytes_of_token"] >= every["bytes_of_token"] or few["text"] != every["text"]
+    assert "of needed" in table
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
 def test_routing_counts_the_hits_of_the_program_s_slots(slots: int) -> None:
     random, homes = Random(slots), Homes.made()

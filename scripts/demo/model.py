@@ -56,13 +56,6 @@ def config_of(shape: Shape) -> PretrainedConfig:
     )
 
 
-def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [length, head_dim], from transformers itself so that both agree exactly."""
-    rotary = LlamaRotaryEmbedding(config_of(shape))
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None])
-    return cos[0], sin[0]
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions on x [batch, heads, length, head_dim]."""
     half = x.shape[-1] // 2
@@ -153,34 +146,43 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden)
 
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
 
-class Llama(nn.Module):
+
+class LanguageModel(nn.Module):
     """Token ids in, last hidden states or logits out."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, model: nn.Module) -> None:
         super().__init__()
-        self.shape = shape
-        self.model = Backbone(shape)
+        self.shape, self.model = shape, model
         self.tables: tuple[Tensor, Tensor] | None = None
         self.apply(initialise)
         for name, weight in self.named_parameters():  # a layer starts as the identity: depth then costs no stability
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
                 nn.init.zeros_(weight)
 
+    def config(self) -> PretrainedConfig:
+        """The transformers config."""
+        raise NotImplementedError
+
+    def make_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [length, rotated], from transformers itself so that both agree exactly."""
+        raise NotImplementedError
+
     def rope(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cached cos and sin, [length, head_dim] in the compute type."""
+        """Cached cos and sin, [length, rotated] in the compute type."""
         if self.tables is None or self.tables[0].shape[0] < length or self.tables[0].dtype != dtype:
-            cos, sin = rope_tables(self.shape, length)
+            cos, sin = self.make_tables(length)
             self.tables = cos.to(dtype), sin.to(dtype)
         return self.tables[0][:length], self.tables[1][:length]
 
     def hidden(self, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """ids int64 [batch, length] -> normed hidden states [batch, length, hidden]."""
         cos, sin = self.rope(ids.shape[1], dtype)
-        x = self.model.embed_tokens(ids).to(dtype)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        return self.model.norm(x)
+        return self.model(self.model.embed_tokens(ids).to(dtype), cos, sin)
 
     def embedding(self) -> Tensor:
         """The tied embedding and output head, [vocab, hidden]."""
@@ -193,6 +195,21 @@ class Llama(nn.Module):
     def loss(self, ids: Tensor) -> Tensor:
         """Mean next-token cross entropy, nats, of ids int64 [batch, length + 1]."""
         return head_loss(self.hidden(ids[:, :-1]), self.embedding(), ids[:, 1:])
+
+
+class Llama(LanguageModel):
+    """A Llama, or a mixture of Qwen3's form."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape, Backbone(shape))
+
+    def config(self) -> PretrainedConfig:
+        return config_of(self.shape)
+
+    def make_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        rotary = LlamaRotaryEmbedding(self.config())
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(length)[None])
+        return cos[0], sin[0]
 
 
 def head_loss(hidden: Tensor, embedding: Tensor, wanted: Tensor) -> Tensor:

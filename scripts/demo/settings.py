@@ -1,4 +1,4 @@
-"""All settings of the demo pair: data, shapes, training phases and paths."""
+"""All settings of the demo pair and of the models beside it: data, shapes, training phases and paths."""
 
 from __future__ import annotations
 
@@ -49,12 +49,40 @@ class Shape:
         return self.hidden // self.heads
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexedShape(Shape):
+    """The architecture of Qwen3.8-Flash-Next: recurrent layers, every `period`-th attending to blocks that an index
+    chooses, residual streams, and a network beside the experts."""
+
+    kv_heads: int
+    shared: int  # size of the network beside the experts
+    period: int  # layers from one that attends to the next one
+    key_heads: int  # of a recurrent layer
+    value_heads: int
+    state_dim: int  # of these heads
+    streams: int
+    rank: int  # of the matrices that mix the streams
+    rotated: int  # numbers of an attention head that are rotated
+    index_heads: int
+    index_dim: int
+    ratio: int  # tokens of a block
+    budget: int  # tokens of the blocks that a row chooses
+
+    def attends(self, layer: int) -> bool:
+        return (layer + 1) % self.period == 0
+
+
 TRAINED_POSITIONS = 2048
 YARN_FACTOR = 16.0
 TARGET = Shape(hidden=384, layers=8, heads=6, intermediate=640, max_positions=TRAINED_POSITIONS)
 TARGET_LONG = Shape(hidden=384, layers=8, heads=6, intermediate=640, max_positions=32768, yarn_factor=YARN_FACTOR)
 DRAFT = Shape(hidden=128, layers=3, heads=2, intermediate=352, max_positions=TRAINED_POSITIONS)
 MIXTURE = Shape(hidden=256, layers=4, heads=4, intermediate=128, max_positions=TRAINED_POSITIONS, experts=64, used=4)
+INDEXED = IndexedShape(
+    hidden=256, layers=4, heads=4, intermediate=64, max_positions=16384, experts=8, used=2, kv_heads=2, shared=384,
+    period=2, key_heads=4, value_heads=8, state_dim=32, streams=2, rank=32, rotated=16, index_heads=4, index_dim=64,
+    ratio=4, budget=512,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

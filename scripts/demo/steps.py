@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from . import distill, mixture, settings, training
+from . import distill, indexed, mixture, settings, training
 from .data import Corpus
-from .model import Llama
+from .flash import Flash
+from .model import LanguageModel, Llama
 from .settings import Paths, Phase, Schedule
 from .training import Loss, Run
 
@@ -43,6 +44,15 @@ DRAFT_SCHEDULE = Schedule(
 )
 MIXTURE_SCHEDULE = Schedule(
     phases=(Phase(450, 16, 512),),
+    matrix_lr=0.02,
+    other_lr=2e-3,
+    warmup=40,
+    decay_share=1 / 3,
+    final_share=0.05,
+)
+
+INDEXED_SCHEDULE = Schedule(
+    phases=(Phase(620, 1, 4096),),
     matrix_lr=0.02,
     other_lr=2e-3,
     warmup=40,
@@ -111,11 +121,22 @@ def train_mixture(corpus: Corpus, paths: Paths) -> None:
     _train_on_books(model, "mixture", MIXTURE_SCHEDULE, mixture.balanced(model), corpus, paths)
 
 
-def _train_on_books(model: Llama, name: str, schedule: Schedule, loss: Loss, corpus: Corpus, paths: Paths) -> None:
-    """Training on windows of the corpus. loss: of a batch."""
+def train_indexed(corpus: Corpus, paths: Paths) -> None:
+    """A model with an index from scratch, at 4096 positions."""
+    torch.manual_seed(settings.SEED)
+    model = Flash(settings.INDEXED)
+    _train_on_books(model, "indexed", INDEXED_SCHEDULE, indexed.with_index(model), corpus, paths)
+
+
+def _train_on_books(
+    model: LanguageModel, name: str, schedule: Schedule, loss: Loss, corpus: Corpus, paths: Paths
+) -> None:
+    """Training on windows of the corpus, long ones within one document. loss: of a batch."""
+    length = schedule.phases[0].length
 
     def source(phase: Phase, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        return corpus.windows(phase.length, rng)
+        own = corpus.windows if phase.length <= settings.TRAINED_POSITIONS else corpus.long_windows
+        return own(phase.length, rng)
 
     training.train(
         Run(
@@ -125,6 +146,6 @@ def _train_on_books(model: Llama, name: str, schedule: Schedule, loss: Loss, cor
             loss=loss,
             checkpoint=paths.checkpoint(name),
             check=model.loss,
-            check_ids=training.held_out_windows(corpus, 512, per_book=8),
+            check_ids=training.held_out_windows(corpus, length, per_book=4096 // length),
         )
     )

@@ -1,4 +1,4 @@
-"""The training loop shared by target, stretch and draft: resumable, deterministic, with progress on stderr."""
+"""The training loop shared by all models: resumable, deterministic, with progress on stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import settings
 from .data import Corpus, batches
-from .model import Llama
+from .model import LanguageModel
 from .settings import Phase, Schedule
 
 CHECKPOINT_EVERY = 50  # steps
@@ -27,7 +27,7 @@ Source = Callable[[Phase, np.random.Generator], Iterator[np.ndarray]]
 class Run:
     """A training run: the model, its data, loss and schedule, and the checkpoint."""
 
-    model: Llama
+    model: LanguageModel
     schedule: Schedule
     source: Source
     loss: Loss
@@ -113,7 +113,7 @@ def held_out(run: Run) -> float:
     return sum(values) / len(values)
 
 
-def load_weights(model: Llama, checkpoint: Path) -> None:
+def load_weights(model: LanguageModel, checkpoint: Path) -> None:
     """Loads the final weights of another run."""
     if not checkpoint.exists():
         raise SystemExit(f"{checkpoint.name} is missing: run the step that makes it first")

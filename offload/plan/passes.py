@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def _is_known(attention: Attention, *, by_kernels: bool) -> bool:
     return attention.head_dim % 16 == 0 and attention.head_dim <= WIDEST_GPU_HEAD
 
 
-BLOCK_MISSES = 0.04  # of the blocks that a row chooses those that no slot has: .6 to 4 % (docs/memory.md)
+_BLOCK_MISSES = 0.77, -1.1  # of the blocks that a row chooses, a * x^b in x times as many slots (docs/memory.md)
+_FIRST_MISSES = 0.01  # where every block has a slot: each crosses once
 CPU_TURN = 1e-4  # seconds in which a layer's rows go to the host and come back, beside the CPU's work: estimated
 NETWORK = SumCosts(1e-4, 1, 1.1e9)  # between hosts, over 10 Gbit/s: estimated
 
@@ -155,9 +157,19 @@ class Passes:
         layer that reads them. Of a cache from which rows choose: the blocks of a row that are in no slot."""
         if self.placement.block_slots:
             rows = self.num_sequences * self.sizing.attended(self.capacity)
-            return BLOCK_MISSES * rows * self.sizing.read_kv_bytes
+            return self.block_misses * rows * self.sizing.read_kv_bytes
         once = self.tiles_bytes(self.num_tiles - self.placement.resident_tiles)
         return once * self.sizing.num_readers / max(self.sizing.num_growing, 1)
+
+    @property
+    def block_misses(self) -> float:
+        """The share of the blocks that a row chooses which are in no slot."""
+        indexer, slots = self.sizing.target.indexer, self.placement.block_slots
+        assert indexer is not None
+        if slots * indexer.ratio >= self.capacity:
+            return _FIRST_MISSES
+        share, power = _BLOCK_MISSES
+        return min(share * math.pow(slots / indexer.most_blocks, power), 1.0)
 
     @property
     def retrieved_bytes(self) -> int:

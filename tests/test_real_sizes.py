@@ -21,7 +21,7 @@ from offload.kv.quantised import QuantisedCache
 from offload.model.passes import forward
 from offload.plan.kernel_counts import block_kernels, layer_kernels
 from offload.plan.options import Options
-from offload.plan.passes import graph_levels
+from offload.plan.passes import Passes, graph_levels
 from offload.plan.request import Request
 from offload.plan.sizing import KV_TAIL, run_tiles
 from offload.plan.what_if import LLAMA2_7B, LLAMA2_13B, LLAMA_68M
@@ -222,6 +222,23 @@ COUNTED: dict[str, tuple[dict[str, object], int]] = {  # with kernels of the emb
         "attention_bias": False,
     }, 5),
 }  # fmt: skip
+
+
+def test_fewer_slots_have_fewer_of_the_chosen_blocks(tmp_path: Path) -> None:
+    """Missed bytes follow from slots over a row's choice; where every block has one, each crosses once."""
+    (tmp_path / "config.json").write_text(json.dumps(FLASH | {"max_position_embeddings": 2**18}))
+    target, options = read_config(tmp_path), Options(speculation=False, offload=frozenset({"kv"}))
+    plan = Request(target, None, options, LARGE).plan(num_prompt_tokens=NUM_PROMPT, max_tokens=200)
+    sizing = Request(target, None, options, LARGE)._sizing
+    passes = [
+        Passes(sizing, replace(plan.placement, block_slots=slots), plan.request.capacity, plan.composition)
+        for slots in (640, 1280, 2560, 8192, 2**18)
+    ]
+    assert [round(each.block_misses, 2) for each in passes] == [0.6, 0.28, 0.13, 0.04, 0.01]
+    whole = passes[0].sizing.attended(plan.request.capacity) * sizing.read_kv_bytes
+    assert [each.streamed_cache_bytes / whole for each in passes] == [each.block_misses for each in passes]
+    kernels = [block_kernels(target, 16, slots) for slots in (0, 640, 8224)]
+    assert kernels[0] == 0 < kernels[2] < kernels[1]
 
 
 def launches_of(fields: dict[str, object], folder: Path, *offload: str) -> tuple[ModelConfig, list[Counter[str]]]:

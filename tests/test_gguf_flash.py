@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import test_next_token as heads
-from kit.contract import PROMPT
+from kit.contract import FILES, PROMPT
 from kit.families import save_tiny
 from kit.gguf_models import write_gguf
 from kit.heads import shapes_of, with_head
@@ -39,6 +39,7 @@ LARGE: dict[str, object] = {
     "head_dim": 32, "indexer_head_dim": 16, "hc_lowrank": 32, "moe_intermediate_size": 32, "ple_embed_dim": 256,
 }  # fmt: skip
 BLOCKS: dict[str, object] = {**FEW, "hidden_size": 64, "hc_lowrank": 256}  # streams in whole blocks of 256
+MIXED = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 RATIOS = "attention.compress_ratios"
 
 
@@ -82,6 +83,30 @@ def test_matrices_of_streams_stay_in_their_kinds(tmp_path: Path, kind: str) -> N
     assert all(block.encodings.streams in ((), (down, inject, up) * 2) for block in config.blocks)
     assert config.blocks[0].encodings.streams or not down
     torch.testing.assert_close(logits(path), logits(twin), rtol=0, atol=2e-4)
+
+
+WHOLE = ("Q8_0", "IQ1_M", "IQ2_XS", "IQ3_XXS", "IQ3_S", "mixed")
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_whole_files_are_read_in_the_kinds_that_people_have(tmp_path: Path, kind: str) -> None:
+    """Attention, states, streams, routers' experts and the table of n-grams; "mixed": as Unsloth's dynamic files."""
+    fields = FILES["qwen4_exp, n-grams"] | {"num_hidden_layers": 4, "hc_lowrank": 256}
+    folder, path = save_tiny("qwen4_exp, n-grams", tmp_path / "folder", **fields), tmp_path / "a.gguf"
+
+    def of(name: str) -> str:
+        if "router" in name or name.endswith("mlp.gate.weight"):
+            return "F32"
+        if "ple_embedding" in name:
+            return "Q8_0"  # rows of fewer than 256 numbers
+        return MIXED[len(name) % len(MIXED)] if kind == "mixed" else kind
+
+    numbers = write_gguf(folder, path, kind=of)
+    write_gguf(folder, twin := tmp_path / "twin.gguf", numbers=numbers)
+    found = {info.kind for info in read_header(path).tensors.values()} - {"F32"}
+    assert found == {"Q8_0", *(MIXED if kind == "mixed" else (kind,))}
+    torch.testing.assert_close(logits(path), logits(twin), rtol=0, atol=1e-3)
 
 
 def headed(root: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,7 @@ ROOT = Path("/")
 KERNELS = "TRIFORCE_KERNELS"  # environment variable: with "off" torch's operators run
 # The CPU features that decide the speed of products: x86, then ARM.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+_READS_REGISTERED = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 # Bytes per second of one lane, one direction, after line coding (PCI-SIG), by generation.
 _LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
@@ -298,3 +300,13 @@ def _ask(nvml: Any, function: Callable[..., Any], *args: object) -> Any:
         return function(*args)
     except nvml.NVMLError:
         return None
+
+
+def gpu_reads_host(number: int) -> bool:
+    """Whether the kernels of GPU `number` can read pinned memory at its host address."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value = ctypes.c_int()
+    return not driver.cuDeviceGetAttribute(ctypes.byref(value), _READS_REGISTERED, number) and value.value == 1

@@ -46,7 +46,8 @@ def graph_levels(
     attentions = {block.attention for block in target.blocks if block.attends}
     fits = hardware.has_kernels and all(_is_known(each, by_kernels=by_kernels) for each in attentions)
     resident = placement.resident_layers == target.num_layers and hardware.num_devices == 1
-    whole = resident and ("kv" not in placement.offload or target.indexer is not None) and fits
+    by_blocks = target.indexer is not None and hardware.reads_host
+    whole = resident and ("kv" not in placement.offload or by_blocks) and fits
     own = composition.weight_bits < 16 and hardware.num_devices == 1
     copies = (resident or own) and (fits or not target.windowed)
     runs = {"draft": True, composition.inner: copies if composition.keeps_copies else whole, "target": whole}

@@ -11,6 +11,7 @@ from offload.machine import (
     cpu_features,
     free_gpu_bytes,
     free_host_bytes,
+    gpu_reads_host,
     has_native_kernels,
     in_wsl,
     installed_version,
@@ -30,7 +31,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun
 class Hardware:
     """The devices and memory that a plan may use. device: "cpu" or "cuda:N". Bytes are the currently free ones. On a
     CPU the device's memory is the host's. has_kernels: whether a GPU's kernels can be compiled here; the CPU's are not
-    meant. packs: whether the CPU's kernels were built. in_wsl: see machine.py; a GPU's plan can pin little there.
+    meant. reads_host: whether they read pinned memory themselves. packs: whether the CPU's kernels were built. in_wsl:
+    see machine.py; a GPU's plan can pin little there.
     disk_read: bytes per second of direct reads of the model's file; disk_measured: else typical."""
 
     device: str
@@ -42,6 +44,7 @@ class Hardware:
     num_devices: int = 1  # each with a link of its own; bytes and rates are the least of all devices
     num_hosts: int = 1  # machines, with the same number of devices and the same memory each
     has_kernels: bool = True
+    reads_host: bool = True
     packs: bool = True
     in_wsl: bool = False
     disk_read: float = DISK_READ
@@ -157,6 +160,7 @@ def _gpus(first: int, number: int) -> Hardware:
         Rates.slowest([_gpu_rates(name, number) for name in names]),
         packs=has_native_kernels(),
         has_kernels=_has_kernels(all(gpu.major >= 8 for gpu in properties)),
+        reads_host=all(gpu_reads_host(first + position) for position in range(number)),
         in_wsl=in_wsl(),
     )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import DoesNotFit
-from offload.machine import in_wsl, number_in
+from offload.machine import gpu_reads_host, in_wsl, number_in
 from offload.transfer.device import use_device
 from offload.transfer.prepinned import Prepinned
 from offload.units import size
@@ -32,7 +32,6 @@ Tier = Literal["host", "device"]
 
 # cudaHostRegisterPortable pins for every device, not only the current one; Mapped lets kernels read the block.
 _PORTABLE, _MAPPED = 1, 2
-_READS_REGISTERED = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _MPOL_PREFERRED = 1
 # Python's default for anonymous pages is MAP_SHARED; shared pages are never huge.
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -52,13 +51,7 @@ def sent_to(out: Tensor, values: Tensor) -> Tensor:
 
 def kernels_read_host(device: torch.device) -> bool:
     """Whether a GPU's kernels can read pinned memory at its host address."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    number = torch.cuda.current_device() if device.index is None else device.index
-    value = ctypes.c_int()
-    return not driver.cuDeviceGetAttribute(ctypes.byref(value), _READS_REGISTERED, number) and value.value == 1
+    return gpu_reads_host(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def keep_freed_memory() -> bool:

@@ -57,10 +57,11 @@ BUGS = [
     ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
                     "tiles = int((lines.expert_of >= 0).sum())")),
     ("chosen blocks", Bug("as many blocks are to be seen as in the recorded pass", INDEXED_CACHE,
-                          "seen = places.positions[own] + 1",
-                          "seen = torch.arange(self._start, self._stop, device=q.device) + 1")),
-    ("chosen blocks", Bug("index keys go where the recorded pass's went", INDEX, "places.last(num_raw), ",
-                          "torch.arange(start, start + len(index.k), device=index.k.device) % num_raw, ")),
+                          "tokens = self.index.indexer, positions + 1", "tokens = self.index.indexer, "
+                          "torch.arange(self._start, self._stop, device=real.device) + 1")),
+    ("chosen blocks", Bug("index keys go where the recorded pass's went", INDEX, "index_copy_(0, own.last, ",
+                          "index_copy_(0, torch.arange(start, start + len(index.k), device=rope.cos.device) "
+                          "% num_raw, ")),
     ("chosen blocks", Bug("as many blocks become whole as in the recorded pass", INDEX,
                           "(ratio - 1 if moving else start % ratio)", "start % ratio")),
     ("chosen blocks of the host", Bug("rows go home where the recorded pass's went", BLOCKS,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.kernels.rope import RopeTable, Scoring, rotate, rotate_queries
+
+Made = TypeVar("Made")
 
 
 class RowPlaces:
@@ -21,8 +24,7 @@ class RowPlaces:
 
     def __init__(self, positions: Tensor, slots: Tensor, bounds: Tensor | None = None) -> None:
         self.positions, self.slots, self.bounds = positions, slots, bounds
-        self._made: dict[tuple[str, int], Tensor] = {}
-        self._blocks: dict[tuple[int, int], RowPlaces] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def keys(self, k: Tensor, scoring: Scoring) -> Tensor:
         """Keys k [T, H_kv, D], rotated and weighted. scoring: of all positions; the caller keeps it alive."""
@@ -54,37 +56,7 @@ class RowPlaces:
         def filled() -> Tensor:
             return pad(self.slots, (0, -len(self.slots) % rows)).view(-1, 1, rows).expand(-1, group, -1).flatten(1)
 
-        return self._once(f"{rows} rows", group, filled).unbind()
-
-    def blocks(self, size: int, count: int) -> RowPlaces:
-        """The places of `count` blocks of `size` tokens, from the first row's on: positions of their first tokens;
-        slots: their numbers."""
-        if (size, count) not in self._blocks:
-            numbers = self.positions[:1] // size + torch.arange(count, device=self.positions.device)
-            self._blocks[size, count] = RowPlaces(numbers * size, numbers)
-        return self._blocks[size, count]
-
-    def members(self, size: int, count: int) -> Tensor:
-        """The rows of the tokens of these blocks, int64 [count * size], among the `size` before the first row and the
-        rows; the last one stands for those after it."""
-
-        def rows() -> Tensor:
-            steps = torch.arange(size, size + count * size, device=self.positions.device)
-            return (steps - self.positions[:1] % size).clamp(max=size + len(self.positions) - 1)
-
-        return self._once(f"members of blocks of {size}", count, rows)
-
-    def before(self, count: int, ring: int) -> Tensor:
-        """The places of the `count` tokens before the first row in a ring, int64 [count]."""
-
-        def places() -> Tensor:
-            return (self.positions[:1] + torch.arange(-count, 0, device=self.positions.device)) % ring
-
-        return self._once(f"{count} before", ring, places)
-
-    def last(self, ring: int) -> Tensor:
-        """The places of the last rows in a ring, at most as many as it has, int64 [n]."""
-        return self._once("last", ring, lambda: self.positions[-ring:] % ring)
+        return self.once((f"{rows} rows", group), filled).unbind()
 
     def of_rows(self, rows: slice) -> RowPlaces:
         """The places of some rows."""
@@ -92,21 +64,23 @@ class RowPlaces:
 
     def _rows(self, name: str, table: Tensor, last: int | None = None) -> Tensor:
         """The rows of a table [positions, ...] at the positions."""
-        at = self.positions if last is None else self._once("up to", last, lambda: self.positions.clamp(max=last))
-        return self._once(f"{name} {last}", id(table), lambda: table.index_select(0, at))
+        at = self.positions if last is None else self.once(("up to", last), lambda: self.positions.clamp(max=last))
+        return self.once((name, last, id(table)), lambda: table.index_select(0, at))
 
     def write(self, rows: Sequence[Tensor], pages: Tensor) -> None:
         """Write keys and values [T, H_kv, D] to the slots of `pages` [2, P, H_kv, S, D]."""
         page = pages.shape[3]
-        number = self._once("page", page, lambda: self.slots // page)
-        offset = self._once("offset", page, lambda: self.slots % page)
+        number = self.once(("page", page), lambda: self.slots // page)
+        offset = self.once(("offset", page), lambda: self.slots % page)
         for half, new in zip(pages, rows, strict=True):
             half.transpose(1, 2).index_put_((number, offset), new)
 
-    def _once(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
-        if (name, number) not in self._made:
-            self._made[name, number] = make()
-        return self._made[name, number]
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` gives, which follows from the places: made in the first layer that asks for it."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
 
 
 def append_rows(pages: Tensor, first: int, index: int, rows: tuple[Tensor, Tensor], places: RowPlaces) -> None:

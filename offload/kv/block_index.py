@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from offload.config.mixers import Indexer
 from offload.config.model import ModelConfig
 from offload.kernels.places import RowPlaces
-from offload.kernels.pooled import IndexRows, pooled_keys
+from offload.kernels.pooled import IndexRows, PooledPlaces, pooled_keys
 from offload.kernels.rope import Scoring
 from offload.kv.parts import PageUnits, Shapes, Split, Unit
 from offload.plan.shards import Shard
@@ -78,12 +79,13 @@ class BlockIndex(PageUnits):
         behind them."""
         ratio, rope, num_raw = self.indexer.ratio, self._ropes[layer], self.raw.shape[1]
         count = (len(index.k) + (ratio - 1 if moving else start % ratio)) // ratio  # blocks that are whole now, at most
+        make = partial(PooledPlaces.of, places.positions, ratio, count, num_raw)
+        own = places.once(("pooled", ratio), make)
         if count:
-            raw = torch.cat([self.raw[layer].index_select(0, places.before(ratio, num_raw)), index.k])
-            raw, blocks = raw.index_select(0, places.members(ratio, count)), places.blocks(ratio, count)
-            keys = pooled_keys(raw.unflatten(0, (count, ratio)), index.norm, rope, blocks)
-            self.keys[layer].index_copy_(0, blocks.slots, keys)
-        self.raw[layer].index_copy_(0, places.last(num_raw), index.k[-num_raw:])
+            raw = torch.cat([self.raw[layer].index_select(0, own.before), index.k]).index_select(0, own.members)
+            keys = pooled_keys(raw.unflatten(0, (count, ratio)), index.norm, rope, own.blocks)
+            self.keys[layer].index_copy_(0, own.blocks.slots, keys)
+        self.raw[layer].index_copy_(0, own.last, index.k[-num_raw:])
         found = self.keys[layer] if moving else self.keys[layer, : (start + len(index.k)) // ratio]
         return places.rotated_by(rope, index.q), found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.kernels.device import NONE, DeviceKernels
 from offload.kernels.places import RowPlaces
@@ -20,6 +22,17 @@ from offload.kv.full import FullCache
 from offload.pages.tiles import TileShape
 from offload.plan.sizing import CHOOSING_ROWS, rows_in
 from offload.transfer.memory import Memory
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What rows see: visible, int64 [T]: whole blocks; count, int64 [T, 1]: blocks of these that a row attends to;
+    last, int32 [T, 1]: the incomplete one, -1 for none; tokens, int32 [T]: those that a row attends to."""
+
+    visible: Tensor
+    count: Tensor
+    last: Tensor
+    tokens: Tensor
 
 
 class IndexedCache(FullCache):
@@ -68,9 +81,7 @@ class IndexedCache(FullCache):
         queries, keys = self.index.add(layer, every.index, places, index, moving=every.moving)
         for first in range(0, len(q), CHOOSING_ROWS):
             own = slice(first, first + CHOOSING_ROWS)
-            seen = places.positions[own] + 1
-            if index.real is not None:  # padding attends to nothing, so that no block is brought for it
-                seen = seen * index.real[own]
+            seen = places.once(("seen", first), partial(self._seen, places.positions[own], index.real, own))
             chosen = self._choice(queries[own], keys, seen)
             rows = _some(every, own)
             for part in (slice(at, at + most) for at in range(0, len(rows.q), most)):
@@ -127,18 +138,21 @@ class IndexedCache(FullCache):
         blocks.write(layer, rows.index, at)
         self._attention.attend_chosen([blocks.run(layer)], replace(chosen, blocks=slots))
 
-    def _choice(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Chosen:
-        """The blocks of rows: those that are chosen among the whole ones, and the incomplete one. seen: tokens that
-        each row sees, int64 [T]."""
-        indexer = self.index.indexer
-        visible, rest = seen // indexer.ratio, seen % indexer.ratio
-        blocks = self._choose(queries, keys, visible, indexer.most_blocks)
-        blocks = torch.cat([blocks, blocks.new_full((len(blocks), 1), -1)], 1)
+    def _seen(self, positions: Tensor, real: Tensor | None, own: slice) -> _Seen:
+        """What rows see. real: of all rows, see `IndexRows`. own: which of these they are."""
+        indexer, tokens = self.index.indexer, positions + 1
+        if real is not None:  # padding attends to nothing, so that no block is brought for it
+            tokens = tokens * real[own]
+        visible, rest = tokens // indexer.ratio, tokens % indexer.ratio
         count = visible.clamp(max=indexer.most_blocks)
-        last = torch.where(rest > 0, visible, -1).to(blocks.dtype)
-        blocks.scatter_(1, count[:, None], last[:, None])
-        form = self.shape.num_pages, self.shape.page_tokens
-        return Chosen(blocks, (count * indexer.ratio + rest).to(torch.int32), indexer.ratio, form)
+        last = torch.where(rest > 0, visible, -1).int()
+        return _Seen(visible, count[:, None], last[:, None], (count * indexer.ratio + rest).int())
+
+    def _choice(self, queries: Tensor, keys: Tensor, seen: _Seen) -> Chosen:
+        """The blocks of rows: those that are chosen among the whole ones, and the incomplete one."""
+        indexer, form = self.index.indexer, (self.shape.num_pages, self.shape.page_tokens)
+        blocks = pad(self._choose(queries, keys, seen.visible, indexer.most_blocks), (0, 1), value=-1)
+        return Chosen(blocks.scatter_(1, seen.count, seen.last), seen.tokens, indexer.ratio, form)
 
     @property
     def graph_key(self) -> Hashable:

@@ -496,7 +496,7 @@ BUGS = {
     "an output of the state before the update": (
         "query @ state", "query @ (state - key.transpose(1, 2) * update.unsqueeze(1))"
     ),
-    "steps end at 1": ("delta.steps / grown", "1 / _grown"),
+    "steps end at 1": ("delta.steps / grown", "1 / grown"),
     "the decays of other heads": ("rates[:, None]", "rates.flip(0)[:, None]"),
     "value heads take turns": (
         "(states.key_heads,", "([head % states.num_key_heads for head in range(states.num_heads)],",

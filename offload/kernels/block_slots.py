@@ -38,7 +38,7 @@ class TakeSlots(Protocol):
 
 
 def take_slots(table: SlotTable, blocks: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """See `TakeSlots`."""
+    """The slots of blocks, and the blocks to fetch, by torch's operators: see `TakeSlots`."""
     now = table.clock.add_(1)
     asked = torch.cat([blocks.flatten().long(), positions // size]).unique()
     asked = asked[asked >= 0]

@@ -76,7 +76,7 @@ class RowPlaces:
             half.transpose(1, 2).index_put_((number, offset), new)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` gives, which follows from the places: made in the first layer that asks for it."""
+        """The result of `make`, which follows from the places and is made in the first layer that asks for it."""
         if key not in self._made:
             self._made[key] = make()
         made: Made = self._made[key]

@@ -17,7 +17,7 @@ WARPS = 16  # of the programs that run alone
 
 
 def take_slots(table: SlotTable, blocks: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.block_slots.TakeSlots`."""
+    """The slots of blocks, and the blocks to fetch: see `kernels.block_slots.TakeSlots`."""
     assert blocks.is_contiguous()
     num_slots, count = len(table.used), blocks.numel()
     missing, found = blocks.new_empty(num_slots + 1), torch.empty_like(blocks)

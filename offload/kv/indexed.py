@@ -26,8 +26,8 @@ from offload.transfer.memory import Memory
 
 @dataclass(frozen=True)
 class _Seen:
-    """The blocks and tokens that rows see. visible: whole blocks, int64 [T]. count: those of them that a row attends to,
-    int64 [T, 1]. last: the incomplete one, int32 [T, 1], -1 for none. tokens: that a row attends to, int32 [T]."""
+    """The blocks and tokens that rows see. visible: whole blocks, int64 [T]. count: those that a row attends to, int64
+    [T, 1]. last: the incomplete one, int32 [T, 1], -1 for none. tokens: that a row attends to, int32 [T]."""
 
     visible: Tensor
     count: Tensor
@@ -139,7 +139,7 @@ class IndexedCache(FullCache):
         self._attention.attend_chosen([blocks.run(layer)], replace(chosen, blocks=slots))
 
     def _seen(self, positions: Tensor, real: Tensor | None, own: slice) -> _Seen:
-        """The blocks and tokens that rows see. real: of all rows, see `IndexRows`. own: the rows' places among these."""
+        """The blocks and tokens that rows see. real: of all rows, see `IndexRows`. own: the rows among these."""
         indexer, tokens = self.index.indexer, positions + 1
         if real is not None:  # padding attends to nothing, so that no block is brought for it
             tokens = tokens * real[own]

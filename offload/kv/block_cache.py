@@ -31,23 +31,22 @@ class BlockCache:
         self, memory: Memory, full: FullCache, size: int, slots: int, num_blocks: int, kernels: DeviceKernels
     ) -> None:
         """full: whose homes on the host have all rows. num_blocks: of a sequence, at most."""
-        shape, count, device = full.shape, full.num_layers, memory.device
+        shape, count = full.shape, full.num_layers
         self.size, self.num_slots, self._memory, self._full = size, slots, memory, full
-        held = count, 2, shape.num_kv_heads, slots * size, shape.head_dim
-        self.held = memory.allocate(held, shape.dtype, tier="device", purpose=PURPOSE)
-        new = 2, 1, shape.num_kv_heads, CHOOSING_ROWS, shape.head_dim
-        self.new = memory.allocate(new, shape.dtype, tier="device", purpose=PURPOSE)
+        self._all = list[Tensor]()
+        self.held = self._allocated(shape.dtype, count, 2, shape.num_kv_heads, slots * size, shape.head_dim)
+        self.new = self._allocated(shape.dtype, 2, 1, shape.num_kv_heads, CHOOSING_ROWS, shape.head_dim)
         self.copies = copies_of(full, kernels)
         self._fetches = list[HostFetch]()
         if self.copies is None:
             of_layer = self.held[0].nbytes
             self._fetches = [HostFetch(full, size, kernels, of_layer, [layer]) for layer in range(count)]
         self._take = kernels.take_slots
-        self._of_slots = torch.zeros(2, count, slots, dtype=torch.int32, device=device)
-        self._of_slots[0] = -1
-        self._clocks = torch.zeros(count, 1, dtype=torch.int32, device=device)
-        self._of_blocks = torch.zeros(2, count, num_blocks, dtype=torch.int32, device=device)
-        self._of_blocks[0] = -1
+        self._of_slots = self._allocated(torch.int32, 2, count, slots)
+        self._of_blocks = self._allocated(torch.int32, 2, count, num_blocks)
+        self._clocks = self._allocated(torch.int32, count, 1).zero_()
+        for table in (self._of_slots, self._of_blocks):
+            table[0], table[1] = -1, 0
 
     def begin(self) -> None:
         """A pass begins: what a broken-off one marked is not asked for now."""
@@ -110,9 +109,13 @@ class BlockCache:
         return self._full.pages.store.addresses().data_ptr()
 
     def nbytes(self) -> int:
-        return self.held.nbytes + self.new.nbytes
+        return sum(each.nbytes for each in self._all)
 
     def release(self) -> None:
         """Release the memory; the cache is not used again."""
-        for held in (self.held, self.new):
-            self._memory.released(held, tier="device", purpose=PURPOSE)
+        for each in self._all:
+            self._memory.released(each, tier="device", purpose=PURPOSE)
+
+    def _allocated(self, dtype: torch.dtype, *size: int) -> Tensor:
+        self._all.append(self._memory.allocate(size, dtype, tier="device", purpose=PURPOSE))
+        return self._all[-1]

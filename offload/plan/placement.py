@@ -286,7 +286,8 @@ class _Filling:
             opened = sizing.layer_bytes if bits < 16 else 0
             sizes["weight staging"] = NUM_STAGING * sizing.home_bytes(bits) + opened
         if self._block_slots:
-            sizes["block cache"] = sizing.block_cache_bytes(self._block_slots) + sizing.new_rows_bytes
+            beside = sizing.beside_blocks_bytes(self.capacity, self._block_slots)
+            sizes["block cache"] = sizing.block_cache_bytes(self._block_slots) + beside
         elif "kv" in self.offload:
             sizes["kv staging"] = (NUM_STAGING + (self._link_bits < 16)) * sizing.tile_bytes(self.capacity)
         if "kv" in self.offload:

@@ -288,10 +288,13 @@ class Sizing:
         assert indexer is not None
         return self.num_growing * slots * indexer.ratio * self._layer_kv_bytes
 
-    @property
-    def new_rows_bytes(self) -> int:
-        """Bytes of the rows of a pass before they are in their slots, on each device."""
-        return CHOOSING_ROWS * self._layer_kv_bytes
+    def beside_blocks_bytes(self, capacity: int, slots: int) -> int:
+        """Bytes beside so many slots of each layer, on each device: the rows of a pass before they are in their slots,
+        and the tables of slots and of all blocks, two numbers for each and a time."""
+        indexer = self.target.indexer
+        assert indexer is not None
+        numbers = 2 * slots + 2 * -(-(capacity + MAX_ROWS) // indexer.ratio) + 1
+        return CHOOSING_ROWS * self._layer_kv_bytes + 4 * self.num_growing * numbers
 
     def gathered_bytes(self, slots: int) -> int:
         """Bytes of blocks of a layer that are gathered on the host before they cross the link, for each device: a GPU

@@ -57,8 +57,8 @@ BUGS = [
     ("experts", Bug("as many tiles run as in the recorded pass", EXPERTS, "tiles = len(lines.expert_of)",
                     "tiles = int((lines.expert_of >= 0).sum())")),
     ("chosen blocks", Bug("as many blocks are to be seen as in the recorded pass", INDEXED_CACHE,
-                          "tokens = self.index.indexer, positions + 1", "tokens = self.index.indexer, "
-                          "torch.arange(self._start, self._stop, device=real.device) + 1")),
+                          "tokens = self.index.indexer, positions + 1", "tokens = self.index.indexer, 1 + (positions "
+                          "if real is None else torch.arange(self._start, self._stop, device=real.device))")),
     ("chosen blocks", Bug("index keys go where the recorded pass's went", INDEX, "index_copy_(0, own.last, ",
                           "index_copy_(0, torch.arange(start, start + len(index.k), device=rope.cos.device) "
                           "% num_raw, ")),

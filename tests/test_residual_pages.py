@@ -244,7 +244,7 @@ def fetch_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(full: FullCache, chunk: int, kernels: DeviceKernels, num_bytes: int) -> GpuFetch:
         reading.append(full.pages.reader)
-        copies = Copies(chunks=never, packed_chunks=copy, rows=never, quantise_kv=never)
+        copies = Copies(chunks=never, packed_chunks=copy, new_rows=never, rows=never, quantise_kv=never)
         return GpuFetch(full, chunk, copies, range(full.num_layers))
 
     def never(*_: object, **__: object) -> None:

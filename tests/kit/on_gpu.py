@@ -31,7 +31,7 @@ FP32 = 1e-5  # a GPU's exp2 is an approximation
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave those out, and what needs a folder of a model: engines."""
     for item in items:
-        engine = "folder" in getattr(item, "fixturenames", ())
+        engine = {"folder", "folders"} & {*getattr(item, "fixturenames", ())}
         if engine or item.name.partition("[")[0] in ON_THE_HOST:
             item.add_marker(pytest.mark.skip(reason="not of the GPU's kernels alone"))
 

@@ -26,14 +26,13 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from llama_cpp import token_name
-from peer import open_llama_cpp, wheel_python
+from peer import needed_wheel_python, open_llama_cpp
 from report import about, emit, say
 
 from offload.config.reading import read_config
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
-from offload.errors import TriforceError, UsageError
 from offload.plan.planner import Options
 from offload.speed.routing import layers_read_bytes
 
@@ -130,9 +129,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path)
     parser.add_argument("--peers-env", default="")
     args = parser.parse_args()
-    python = wheel_python(args.peers_env)
-    if isinstance(python, TriforceError):
-        raise UsageError(str(python))
+    python = needed_wheel_python(args.peers_env)
     random = np.random.default_rng(1)
     with tempfile.TemporaryDirectory() as folder:
         file = args.file or Path(folder) / "experts.gguf"

@@ -28,14 +28,13 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from llama_cpp import token_name
-from peer import open_llama_cpp, wheel_python
+from peer import needed_wheel_python, open_llama_cpp
 from program import Setting
 from report import about, emit, say
 
 from offload.decode.sampling import SamplingParams
 from offload.engine.engine import Engine, load_tokenizer, plan_request
 from offload.engine.request import GenerationRequest
-from offload.errors import TriforceError, UsageError
 from offload.plan.planner import Options
 
 ARCH, VOCABULARY, HIDDEN, HEADS, KV_HEADS, DIM = "qwen4exp", 32000, 1024, 8, 2, 256
@@ -205,9 +204,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path)
     parser.add_argument("--peers-env", default="")
     args = parser.parse_args()
-    python = wheel_python(args.peers_env)
-    if isinstance(python, TriforceError):
-        raise UsageError(str(python))
+    python = needed_wheel_python(args.peers_env)
     setting = {
         "wait_policy": "default", "flash_attention": "on" if args.flash else "off", "cache": "f16",
         "threads": torch.get_num_threads(), "ubatch": 512,

@@ -164,6 +164,14 @@ def wheel_python(environment: str) -> str | TriforceError:
         return TriforceError(f"no xllamacpp in {folder}: {error}")
 
 
+def needed_wheel_python(environment: str) -> str:
+    """The Python with the package xllamacpp, see `wheel_python`. Raises UsageError if there is none."""
+    python = wheel_python(environment)
+    if isinstance(python, TriforceError):
+        raise UsageError(str(python))
+    return python
+
+
 def python_of(folder: Path) -> str:
     """The Python of a virtual environment. Raises UsageError if there is none, and if idle threads of this program
     would occupy llama.cpp's cores."""

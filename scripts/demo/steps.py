@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -51,14 +52,7 @@ MIXTURE_SCHEDULE = Schedule(
     final_share=0.05,
 )
 
-INDEXED_SCHEDULE = Schedule(
-    phases=(Phase(620, 1, 4096),),
-    matrix_lr=0.02,
-    other_lr=2e-3,
-    warmup=40,
-    decay_share=1 / 3,
-    final_share=0.05,
-)
+INDEXED_SCHEDULE = replace(MIXTURE_SCHEDULE, phases=(Phase(620, 1, 4096),))
 
 
 def train_target(corpus: Corpus, paths: Paths) -> None:

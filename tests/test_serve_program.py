@@ -361,11 +361,12 @@ def test_the_key_and_the_names_are_those_that_were_given(target: Path) -> None:
         assert keyed.ask(CHAT, request("x", max_tokens=2, model="two")).body["model"] == "two"
         assert keyed.ask(CHAT, request("x", max_tokens=2, model="target")).body["model"] == "target"
         assert keyed.ask(CHAT, request("x", model="gpt-4o")).status == 404
+        until(lambda: sum(f"{CHAT} " in line and "2 new" in line for line in server.said) == 2)
+        until(lambda: f"POST {CHAT}: 404" in "".join(server.said))
         begin = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
         lines = [begin.sub("", line, count=1) for line in server.said if begin.match(line)]
         refusals = ["127.0.0.1 GET /v1/models: 401", f"127.0.0.1 POST {CHAT}: 404"]
         assert [line.split(",")[0] for line in lines if line.startswith("127.0.0.1")] == refusals
-        until(lambda: sum(f"{CHAT} " in line and "2 new" in line for line in server.said) == 2)
         assert "secret" not in "\n".join(server.said)
         server.signal(signal.SIGINT)
         assert server.finish() == 0, server.said
@@ -407,7 +408,7 @@ def test_requests_choose_among_the_installed_models(target: Path, installed: Pat
             assert client.chat("x", model=name).status == 404, name
         assert client.chat(QUESTIONS[0], **GREEDY).said == alone["target"]
         assert client.ask("/status").body["loaded"] is True
-        assert any("org/two is loaded: 512 tokens of context" in line for line in server.said)
+        until(lambda: any("org/two is loaded: 512 tokens of context" in line for line in server.said))
 
 
 def test_the_first_model_is_the_installed_one_at_its_place(installed: Path) -> None:

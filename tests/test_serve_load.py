@@ -224,8 +224,13 @@ def test_each_refusal_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -
         with client.connect() as connection:
             connection.sendall(b"GARBAGE\r\n\r\n")
             received(connection)
-        server.scheduler.stop()
-        client.chat("x")
+        with client.connect() as under_way:  # or the server would be gone
+            under_way.sendall(raw(CHAT, request("gated"), headers="x-api-key: secret-key\r\n"))
+            until(lambda: server.model.said)
+            server.scheduler.stop()
+            client.chat("x")
+            server.model.gate.set()
+            received_until(under_way, b"usage")
         found = [(each.method, each.path, each.status) for each in server.refused]
         assert found == [
             ("GET", "/v1/models", 401), ("GET", "/v1/models", 403), ("GET", "/v1/nothing", 404),

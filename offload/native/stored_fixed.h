@@ -15,17 +15,17 @@ namespace fixed {
 
 constexpr int MOST_AT_ONCE = W == 16 ? 8 : 4;  // rows
 
-// The steps and least values of the blocks of some outputs.
-template <Kind KIND, int OUTS>
+// The steps and least values of blocks that follow each other.
+template <Kind KIND, int COUNT>
 struct Scales {
-    Steps<KIND, GROUPS> of[OUTS];
+    Steps<KIND, GROUPS> of[COUNT];
 
-    INLINE Scales(const uint8_t* const* at, const Own* own)
-        requires(OUTS == 1)
-        : of{{at[0], own[0]}} {}
-    INLINE Scales(const uint8_t* const* at, const Own* own)
-        requires(OUTS == 2)
-        : of{{at[0], own[0]}, {at[1], own[1]}} {}
+    INLINE Scales(const uint8_t* at, const Own& own)
+        requires(COUNT == 1)
+        : of{{at, own}} {}
+    INLINE Scales(const uint8_t* at, const Own& own)
+        requires(COUNT == 2)
+        : of{{at, own}, {at + bytes_of_256(KIND), own}} {}
 };
 
 // results[r][0..OUTS) of ROWS rows from `row` on, for the outputs whose rows begin at `from`: numbers that are read once
@@ -33,58 +33,49 @@ struct Scales {
 template <Kind KIND, int ROWS, int OUTS>
 INLINE void dots(const uint8_t* const (&from)[OUTS], const Own (&own)[OUTS], const Rows& rows, int row,
                  float (*results)[16]) {
-    using Of = Block<KIND>;
-    using lanes = typename Of::lanes;
+    constexpr int AT_ONCE = BLOCKS<KIND>, NBYTES = bytes_of_256(KIND);
+    using lanes = PartsOf<KIND>;
     using Least = float __attribute__((vector_size(by_16(KIND) ? 64 : 32)));
-    lanes acc[OUTS / Of::OUTS][ROWS] = {};
+    lanes acc[OUTS][ROWS] = {};
     Least least[OUTS][ROWS] = {};
-    const auto add = [&]<class Some>(int o, const uint8_t* const* at, int b, int count) __attribute__((always_inline)) {
-        const Scales<KIND, Of::OUTS> scales(at, own + o);
-        const lanes steps = steps_of<KIND>(scales.of, count);
-        const Some block(at, own + o, count);
+    const auto add = [&]<class Some, int COUNT>(int o, const uint8_t* at, int b, int count) __attribute__((always_inline)) {
+        const Scales<KIND, COUNT> scales(at, own[o]);
+        const lanes steps = steps_of<KIND, COUNT>(scales.of, count);
+        const Some block(at, own[o], count);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const lanes unit = load<lanes>(rows.units(row + r) + b * LANES);
-            const uint8_t* values = rows.values(row + r) + b * 2 * BLOCK;
-            const lanes sums = block.sums(values, rows.starts(row + r) + b * LANES, count);
-            acc[o / Of::OUTS][r] = __builtin_elementwise_fma(sums, steps * unit, acc[o / Of::OUTS][r]);
-            if constexpr (has_least(KIND)) {
-                const Least of_row = load<Least>(rows.sums(row + r) + b * LANES);
+            const lanes sums = block.sums(rows, row + r, b, count), unit = units_of<KIND, COUNT>(rows, row + r, b);
+            acc[o][r] = added<KIND, COUNT>(acc[o][r], sums, steps * unit);
+            if constexpr (has_least(KIND))
 #pragma unroll
-                for (int i = 0; i < Of::OUTS; i++) {
+                for (int i = 0; i < COUNT; i++) {
                     Least of_parts;
                     __builtin_memcpy(&of_parts, scales.of[i].least, sizeof of_parts);
-                    least[o + i][r] = __builtin_elementwise_fma(of_parts, of_row, least[o + i][r]);
+                    const Least of_row = load<Least>(rows.sums(row + r) + (b + i) * LANES);
+                    least[o][r] = __builtin_elementwise_fma(of_parts, of_row, least[o][r]);
                 }
-            }
         }
     };
     const int whole = rows.inputs / BLOCK, rest = rows.inputs % BLOCK / GROUP;
-    for (int b = 0; b < whole; b++)
+    int b = 0;
+    for (; b + AT_ONCE <= whole; b += AT_ONCE)
 #pragma unroll
-        for (int o = 0; o < OUTS; o += Of::OUTS) {
-            const uint8_t* at[Of::OUTS];
-#pragma unroll
-            for (int i = 0; i < Of::OUTS; i++) {
-                at[i] = from[o + i] + b * bytes_of_256(KIND);
-                for (int line = 0; line < bytes_of_256(KIND); line += LINE) __builtin_prefetch(at[i] + AHEAD + line);
-            }
-            add.template operator()<Of>(o, at, b, GROUPS);
+        for (int o = 0; o < OUTS; o++) {
+            const uint8_t* at = from[o] + b * NBYTES;
+            for (int i = 0; i < AT_ONCE * NBYTES; i += LINE) __builtin_prefetch(at + AHEAD + i);
+            add.template operator()<Block<KIND, AT_ONCE>, AT_ONCE>(o, at, b, GROUPS);
         }
+    for (int o = 0; o < OUTS && b < whole; o++)
+        add.template operator()<Block<KIND, 1>, 1>(o, from[o] + b * NBYTES, b, GROUPS);
     if constexpr (!of_256(KIND))
-        for (int o = 0; rest && o < OUTS; o += Of::OUTS) {  // with zeros behind it
-            uint8_t blocks[Of::OUTS][bytes_of_256(KIND) + LINE] = {};
-            const uint8_t* at[Of::OUTS];
-            for (int i = 0; i < Of::OUTS; i++) {
-                const uint8_t* last = from[o + i] + whole * bytes_of_256(KIND);
-                __builtin_memcpy(blocks[i], last, rest / groups_of_block(KIND) * form(KIND).nbytes);
-                at[i] = blocks[i];
-            }
-            add.template operator()<Rest<KIND>>(o, at, whole, rest);
+        for (int o = 0; rest && o < OUTS; o++) {  // with zeros behind it
+            uint8_t block[NBYTES + LINE] = {};
+            __builtin_memcpy(block, from[o] + whole * NBYTES, rest / groups_of_block(KIND) * form(KIND).nbytes);
+            add.template operator()<Rest<KIND>, 1>(o, block, whole, rest);
         }
     for (int o = 0; o < OUTS; o++)
         for (int r = 0; r < ROWS; r++) {
-            results[r][o] = Of::folded(acc[o / Of::OUTS][r], o % Of::OUTS);
+            results[r][o] = folded<KIND>(acc[o][r]);
             if constexpr (has_least(KIND)) results[r][o] += sum(least[o][r]);
         }
 }
@@ -96,7 +87,7 @@ inline void tile(const Matrix& matrix, const Rows& rows, int number, int64_t fir
     with_kind(matrix.kind, [&]<Kind KIND>() {
         if constexpr (is_gguf(KIND))
             by_rows<MOST_AT_ONCE>(number, [&]<int ROWS>(int r) {
-                constexpr int OUTS = ROWS > 1 || W == 16 ? 2 : 1;
+                constexpr int OUTS = ROWS > 1 ? 2 : 1;
                 for (int o = 0; o < count; o += OUTS) {
                     const uint8_t* from[OUTS];
                     Own own[OUTS];

@@ -47,31 +47,47 @@ template <Kind KIND>
 using PartsOf = float __attribute__((vector_size(32 * VECTORS<KIND>)));
 
 // The steps of a block's parts, 0 past those of `count` groups.
-template <Kind KIND>
+template <Kind KIND, int>
 INLINE PartsOf<KIND> steps_of(const Steps<KIND, GROUPS>* own, int count) {
     PartsOf<KIND> all = load<PartsOf<KIND>>(own->steps);
     for (int part = VECTORS<KIND> * count; part < 8 * VECTORS<KIND>; part++) all[part] = 0;
     return all;
 }
 
+template <Kind KIND, int>
+INLINE PartsOf<KIND> units_of(const Rows& rows, int row, int b) {
+    return load<PartsOf<KIND>>(rows.units(row) + b * LANES);
+}
+
+// A sum with the products of the parts of a block.
+template <Kind KIND, int>
+INLINE PartsOf<KIND> added(PartsOf<KIND> acc, PartsOf<KIND> sums, PartsOf<KIND> scales) {
+    return __builtin_elementwise_fma(sums, scales, acc);
+}
+
+template <Kind KIND>
+INLINE float folded(PartsOf<KIND> v) {
+    return sum(v);
+}
+
 // A block's codes, of which `count` groups are there.
 template <Kind KIND>
 struct Plain {
-    static constexpr int OUTS = 1;
     using lanes = PartsOf<KIND>;
     alignas(32) int16_t codes[BLOCK];
 
-    INLINE Plain(const uint8_t* const* from, const Own* shared, int count) {
+    INLINE Plain(const uint8_t* at, const Own& own, int count) {
         for (int g = 0; g < count; g++) {
             alignas(GROUP) int8_t bytes[GROUP];
-            store_codes<KIND>(from[0], g, shared[0], bytes);
+            store_codes<KIND>(at, g, own, bytes);
             using some = int8_t __attribute__((vector_size(16)));
             for (int i = 0; i < GROUP; i += 16)
                 store(codes + g * GROUP + i, __builtin_convertvector(load<some>(bytes + i), sixteen));
         }
     }
 
-    INLINE lanes sums(const uint8_t* values, const int32_t*, int count) const {
+    INLINE lanes sums(const Rows& rows, int row, int b, int count) const {
+        const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
         eight_sums v[VECTORS<KIND>][8] = {};
         for (int i = 0; i < 2 * count; i++) {
             const eight_sums own = multiplied(load<sixteen>(values + 32 * i), load<sixteen>(codes + 16 * i));
@@ -83,8 +99,6 @@ struct Plain {
             store(reinterpret_cast<float*>(&found) + 8 * i, __builtin_convertvector(sums_of_lanes(v[i]), eight));
         return found;
     }
-
-    INLINE static float folded(lanes v, int) { return sum(v); }
 };
 
 #if defined(__AVX2__)
@@ -99,20 +113,21 @@ INLINE eight_sums joined_sums(__m256i high, __m256i low) {
 // 32,512, which 16 bits hold.
 template <Kind KIND>
 struct InBytes {
-    static constexpr int OUTS = 1;
     using lanes = PartsOf<KIND>;
     __m256i codes[GROUPS];
 
-    INLINE InBytes(const uint8_t* const* from, const Own* shared, int count) {
+    INLINE InBytes(const uint8_t* at, const Own& own, int count) {
         for (int g = 0; g < count; g++) {
             alignas(GROUP) int8_t bytes[GROUP];
-            if constexpr (has_grid(KIND)) store_codes<KIND>(from[0], g, shared[0], bytes);
-            const group own = has_grid(KIND) ? load<group>(bytes) : codes_of<KIND>(from[0], g, shared[0]);
-            codes[g] = (__m256i)(own + uint8_t(offset(KIND)));
+            if constexpr (has_grid(KIND)) store_codes<KIND>(at, g, own, bytes);
+            const group found = has_grid(KIND) ? load<group>(bytes) : codes_of<KIND>(at, g, own);
+            codes[g] = (__m256i)(found + uint8_t(offset(KIND)));
         }
     }
 
-    INLINE lanes sums(const uint8_t* values, const int32_t* starts, int count) const {
+    INLINE lanes sums(const Rows& rows, int row, int b, int count) const {
+        const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
+        const int32_t* starts = rows.starts(row) + b * LANES;
         eight_sums v[GROUPS] = {};
         for (int g = 0; g < count; g++) {
             const auto product = [&](int plane) {
@@ -132,21 +147,18 @@ struct InBytes {
             return found;
         }
     }
-
-    INLINE static float folded(lanes v, int) { return sum(v); }
 };
 
 // The same of a whole block, of codes in nibbles, from 0 to 24: four products add up to at most 12,288.
 template <Kind KIND>
 struct InNibbles {
-    static constexpr int OUTS = 1;
     using lanes = eight;
     __m256i codes[4][2];  // of groups i and 4 + i the first 16 codes, and the second
 
-    INLINE InNibbles(const uint8_t* const* from, const Own*, int) {
+    INLINE InNibbles(const uint8_t* from, const Own&, int) {
         constexpr bool of_two = of_256(KIND);  // bytes have codes of two groups
         constexpr int step = of_two ? GROUP : int(form(KIND).nbytes);
-        const uint8_t* at = from[0] + form(KIND).codes.at;
+        const uint8_t* at = from + form(KIND).codes.at;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const __m256i all = of_two ? sixteens(at + i / 2 * step + i % 2 * 16, 2 * step) : sixteens(at + i * step, 4 * step);
@@ -156,7 +168,9 @@ struct InNibbles {
         }
     }
 
-    INLINE lanes sums(const uint8_t* values, const int32_t* starts, int) const {
+    INLINE lanes sums(const Rows& rows, int row, int b, int) const {
+        const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
+        const int32_t* starts = rows.starts(row) + b * LANES;
         const auto of_plane = [&](int i, int plane) {
             const auto product = [&](int half) {
                 return _mm256_maddubs_epi16(codes[i][half], load<__m256i>(values + (4 * i + 2 * half + plane) * 32));
@@ -168,8 +182,6 @@ struct InNibbles {
         for (int i = 0; i < 4; i++) v[i] = joined_sums(of_plane(i, 0), of_plane(i, 1));
         return __builtin_convertvector(load<eight_sums>(starts) + sums_of_halves(v), eight);
     }
-
-    INLINE static float folded(lanes v, int) { return sum(v); }
 
   private:
     INLINE static __m256i sixteens(const uint8_t* from, int step) {
@@ -205,7 +217,7 @@ struct Laying<KIND, Laid::nibbles> {
 #endif
 
 // The codes of a block: of 256 inputs, or of fewer.
-template <Kind KIND>
+template <Kind KIND, int>
 using Block = typename Laying<KIND, laid(KIND)>::Whole;
 template <Kind KIND>
 using Rest = typename Laying<KIND, laid(KIND)>::Rest;

@@ -53,6 +53,10 @@ consteval Laid laid(Kind kind) {
 #endif
 }
 
+// Blocks whose codes are multiplied together.
+template <Kind KIND>
+constexpr int BLOCKS = W == 16 && laid(KIND) == Laid::nibbles ? 2 : 1;
+
 // The unit of a group whose largest magnitude has the bits `most`, and what it is divided by: in the bits of floats.
 INLINE uint32_t unit_of(uint32_t most) {
     constexpr uint32_t top = __builtin_bit_cast(uint32_t, float(MOST_VALUE));  // 1.99 * 2^14
@@ -93,7 +97,7 @@ consteval int offset(Kind kind) {
 }
 
 // A vector of a block's integer sums: the part of each lane, the 16 inputs that a start is of, unless it is of all 32 of
-// the part, and a lane of each part. Where W == 16 nibbles' has parts of two outputs, in turns of two lanes.
+// the part, and a lane of each part. Where W == 16 nibbles' has parts of two blocks, in turns of two lanes.
 struct Lanes {
     Laid laid;
     int offset;

@@ -41,38 +41,69 @@ INLINE void add_products(__m512i& high, __m512i& low, __m512i codes, __m512i fir
 INLINE __m512i joined_sums(__m512i high, __m512i low) { return plus(high, low); }
 #endif
 
-// The steps of a block's parts, or of those of two outputs' blocks in turns, 0 past those of `count` groups.
-template <Kind KIND>
+template <Kind>
+using PartsOf = f32;
+
+// Numbers of the parts of two blocks, each in the lanes of both, in turns of two lanes.
+INLINE f32 in_turns(f32 first, f32 second) { return (f32)_mm512_mask_mov_ps((__m512)first, 0xcccc, (__m512)second); }
+
+// The steps of parts of COUNT blocks, 0 past those of `count` groups.
+template <Kind KIND, int COUNT>
 INLINE f32 steps_of(const Steps<KIND, GROUPS>* own, int count) {
-    const auto of_parts = [&](int o) { return _mm512_castps256_ps512((__m256)load<eight>(own[o].steps)); };
-    if constexpr (laid(KIND) == Laid::nibbles) {
-        const __m512i turns = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
-        return (f32)_mm512_permutex2var_pd((__m512d)of_parts(0), turns, (__m512d)of_parts(1));
-    }
     u32 part;
     for (int lane = 0; lane < W; lane++) part[lane] = LANES_OF<KIND>.part[lane];  // known, unlike what is loaded
-    const __m512 all = by_16(KIND) ? (__m512)load<f32>(own->steps) : of_parts(0);
-    const f32 steps = (f32)_mm512_permutexvar_ps((__m512i)part, all);
-    return part < uint32_t(by_16(KIND) ? 2 * count : count) ? steps : f32{};
+    const auto of_parts = [&](int i) {
+        const __m512 all = by_16(KIND) ? (__m512)load<f32>(own[i].steps) : _mm512_castps256_ps512((__m256)load<eight>(own[i].steps));
+        return (f32)_mm512_permutexvar_ps((__m512i)part, all);
+    };
+    if constexpr (COUNT == 2) {
+        const auto pairs = [&](int i) { return _mm512_castpd256_pd512((__m256d)load<eight>(own[i].steps)); };
+        return (f32)_mm512_permutex2var_pd(pairs(0), _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), pairs(1));
+    }
+    return part < uint32_t(by_16(KIND) ? 2 * count : count) ? of_parts(0) : f32{};
+}
+
+template <Kind KIND, int COUNT>
+INLINE f32 units_of(const Rows& rows, int row, int b) {
+    const float* at = rows.units(row) + b * LANES;
+    return COUNT == 2 ? in_turns(load<f32>(at), load<f32>(at + LANES)) : load<f32>(at);
+}
+
+// A sum with the products of the parts of COUNT blocks, one after the other. In turns every lane has the sum of its part.
+template <Kind KIND, int COUNT>
+INLINE f32 added(f32 acc, f32 sums, f32 scales) {
+    acc = fma(sums, scales, acc);
+    if constexpr (BLOCKS<KIND> == 1) return acc;
+    acc = __builtin_shufflevector(acc, acc, 0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13);
+    if constexpr (COUNT == 1) return acc;
+    acc = fma(sums, scales, acc);
+    return __builtin_shufflevector(acc, acc, 2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15);
+}
+
+// The sum of lanes, in the order of parts.
+template <Kind KIND>
+INLINE float folded(f32 v) {
+    const f32 ordered = (f32)_mm512_permutexvar_ps(load<__m512i>(LANES_OF<KIND>.of), (__m512)v);
+    if constexpr (by_16(KIND)) return sum(ordered);
+    return sum(__builtin_shufflevector(ordered, ordered, 0, 1, 2, 3, 4, 5, 6, 7));
 }
 
 // A block's codes, in the order of rows, of which `count` groups are there.
-template <Kind KIND>
+template <Kind KIND, int COUNT>
 struct Block {
-    static constexpr int OUTS = 1;
-    using lanes = f32;
     __m512i codes[4];
 
-    INLINE Block(const uint8_t* const* from, const Own* shared, int count) {
-        const Words<KIND> words(from[0], shared[0]);
+    INLINE Block(const uint8_t* at, const Own& own, int count) {
+        const Words<KIND> words(at, own);
 #pragma unroll
-        for (int pair = 0; pair < 4; pair++) codes[pair] = offset_codes<KIND>(from[0], pair, shared[0], words);
+        for (int pair = 0; pair < 4; pair++) codes[pair] = offset_codes<KIND>(at, pair, own, words);
         if (count > 6) transpose_fours(codes);
     }
 
     // The sums of a row's parts, in fp32.
-    INLINE lanes sums(const uint8_t* values, const int32_t* starts, int count) const {
-        const __m512i start = load<__m512i>(starts);
+    INLINE f32 sums(const Rows& rows, int row, int b, int count) const {
+        const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
+        const __m512i start = load<__m512i>(rows.starts(row) + b * LANES);
         __m512i all;
         if (count > 6) {
             __m512i high = {}, low = start;
@@ -90,14 +121,7 @@ struct Block {
             all = plus(start, plus(plus(v[0], v[1]), plus(v[2], v[3])));
         }
         if constexpr (!by_16(KIND)) all = plus(all, _mm512_shuffle_i32x4(all, all, 0xb1));
-        return (lanes)_mm512_cvtepi32_ps(all);
-    }
-
-    // The sum of lanes, in the order of parts.
-    INLINE static float folded(lanes v, int) {
-        const f32 ordered = (f32)_mm512_permutexvar_ps(load<__m512i>(LANES_OF<KIND>.of), (__m512)v);
-        if constexpr (by_16(KIND)) return sum(ordered);
-        return sum(__builtin_shufflevector(ordered, ordered, 0, 1, 2, 3, 4, 5, 6, 7));
+        return (f32)_mm512_cvtepi32_ps(all);
     }
 
   private:
@@ -107,45 +131,38 @@ struct Block {
     }
 };
 
-// The same of two outputs whose codes are in nibbles: a register has 16 codes each of every other group.
-template <Kind KIND>
+// The same of COUNT blocks whose codes are in nibbles: a register has 16 codes each of every other group.
+template <Kind KIND, int COUNT>
     requires(laid(KIND) == Laid::nibbles)
-struct Block<KIND> {
-    static constexpr int OUTS = 2;
-    using lanes = f32;
-    __m512i codes[OUTS][4];  // of the even groups the first 16 and the second, then of the odd ones
+struct Block<KIND, COUNT> {
+    __m512i codes[COUNT][4];  // of the even groups the first 16 and the second, then of the odd ones
 
-    INLINE Block(const uint8_t* const* from, const Own*, int) {
-        for (int o = 0; o < OUTS; o++) take(from[o] + form(KIND).codes.at, codes[o]);
+    INLINE Block(const uint8_t* at, const Own&, int) {
+        for (int i = 0; i < COUNT; i++) take(at + i * bytes_of_256(KIND) + form(KIND).codes.at, codes[i]);
     }
 
-    INLINE lanes sums(const uint8_t* values, const int32_t* starts, int count) const {
+    INLINE f32 sums(const Rows& rows, int row, int b, int count) const {
         const int pairs = (count + 1) / 2, kept = pairs * PAIR / 4;
-        const auto read = [&](int i) { return _mm512_maskz_loadu_epi32(lanes_of(pairs), values + i * kept); };
-        __m512i v[2 * OUTS];  // of an output the even groups and the odd ones
+        __m512i v[4] = {};  // of a block the even groups and the odd ones
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            __m512i high[OUTS] = {}, low[OUTS] = {};
+        for (int i = 0; i < COUNT; i++) {
+            const uint8_t* values = rows.values(row) + (b + i) * 2 * BLOCK;
+            const auto read = [&](int k) { return _mm512_maskz_loadu_epi32(lanes_of(pairs), values + k * kept); };
 #pragma unroll
-            for (int i = 2 * odd; i < 2 * odd + 2; i++) {
-                const __m512i first = read(2 * i), second = read(2 * i + 1);
+            for (int odd = 0; odd < 2; odd++) {
+                __m512i high = {}, low = {};
 #pragma unroll
-                for (int o = 0; o < OUTS; o++) add_products(high[o], low[o], codes[o][i], first, second);
+                for (int k = 2 * odd; k < 2 * odd + 2; k++) add_products(high, low, codes[i][k], read(2 * k), read(2 * k + 1));
+                v[2 * i + odd] = joined_sums(high, low);
             }
-#pragma unroll
-            for (int o = 0; o < OUTS; o++) v[2 * o + odd] = joined_sums(high[o], low[o]);
         }
-        const auto halved = [](__m512i a, __m512i b) { return plus(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); };
+        const auto halved = [](__m512i a, __m512i c) { return plus(_mm512_unpacklo_epi32(a, c), _mm512_unpackhi_epi32(a, c)); };
         const __m512i first = halved(v[0], v[1]), second = halved(v[2], v[3]);
         const __m512i all = plus(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
-        return (lanes)_mm512_cvtepi32_ps(plus(load<__m512i>(starts), all));
-    }
-
-    // The sum of an output's lanes, in the order of parts.
-    INLINE static float folded(lanes v, int o) {
-        const __m512i from = _mm512_add_epi32(load<__m512i>(LANES_OF<KIND>.of), _mm512_set1_epi32(2 * o));
-        const f32 ordered = (f32)_mm512_permutexvar_ps(from, (__m512)v);
-        return sum(__builtin_shufflevector(ordered, ordered, 0, 1, 2, 3, 4, 5, 6, 7));
+        const int32_t* starts = rows.starts(row) + b * LANES;
+        f32 start = load<f32>(starts);
+        if constexpr (COUNT == 2) start = in_turns(start, load<f32>(starts + LANES));
+        return (f32)_mm512_cvtepi32_ps(plus((__m512i)start, all));
     }
 
   private:
@@ -177,7 +194,7 @@ struct Block<KIND> {
 };
 
 template <Kind KIND>
-using Rest = Block<KIND>;  // of fewer than 256 inputs
+using Rest = Block<KIND, 1>;  // of fewer than 256 inputs
 
 }  // namespace fixed
 }  // namespace stored

@@ -511,7 +511,8 @@ def sees_no_fault() -> bool:
     if in_order([2.0**24, 1.0, -(2.0**24)]) != 0.0:
         return False
     several = Experts(FeedForward(152, bias=True), 4, 2)
-    others = (several, ()), (replace(several, renormalised=False, network=FeedForward(96, bias=True)), ["Q8_0"] * 3)
+    in_blocks = replace(several, renormalised=False, network=FeedForward(96, bias=True))
+    others = (several, ()), (in_blocks, ["INT4_F16/32"] * 3)  # not in fixed point, as GGUF's kinds are
     for experts, encodings in others:
         given = scene(experts, torch.float16, 5, *encodings)
         same = Router(given.router.matrix[:1].expand(4, -1).contiguous())

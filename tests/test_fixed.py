@@ -30,12 +30,13 @@ SPECIAL = (0x0000, 0x8000, 0x0001, 0x83FF, 0x7C00, 0xFC00, 0x7E01)  # 0, -0, sub
 
 
 def multiplied(kernels: CpuKernels, x: Tensor, stored: StoredMatrix, **step: object) -> Tensor:
-    """By the CPU's kernels. Nothing is read behind the matrix or the scratch."""
+    """By the CPU's kernels, in fp32 too. Nothing is read behind the matrix or the scratch."""
     out = torch.empty(len(x), stored.shape[0], dtype=x.dtype)
     room = room_to_widen(*x.shape).fill_(torch.nan)  # what is read before it is written shows
     with before_a_guard(room) as guarded, before_a_guard(stored.rows) as last:
-        own = Step(x, StoredMatrix(last, stored.encoding), None, out, fixed=True, **step)
-        Steps(kernels, [own], guarded).run(len(x))
+        steps = Steps(kernels, [Step(x, StoredMatrix(last, stored.encoding), None, out, **step)], guarded)
+        steps._structures[0].fixed = True
+        steps.run(len(x))
     return out
 
 
@@ -222,10 +223,8 @@ class Share:
     rows: Tensor
     chosen: Tensor
 
-    def by(self, kernels: CpuKernels, *, fixed: bool) -> tuple[Tensor, Tensor]:
-        return run_share(
-            self.experts, self.bank, self.places, self.rows, self.chosen, fixed=fixed, kernels=kernels
-        )  # fmt: skip
+    def by(self, kernels: CpuKernels) -> tuple[Tensor, Tensor]:
+        return run_share(self.experts, self.bank, self.places, self.rows, self.chosen, kernels=kernels)
 
     def wanted(self) -> list[tuple[int, int, int]]:
         """The pairs: number, row, place; in their order."""
@@ -257,7 +256,7 @@ def test_a_share_of_experts_has_the_bits_of_the_definition(network: str, dtype: 
     for num_rows in (1, 2, 9, 70):
         share = share_of(own, kinds, dtype, num_rows)
         assert share.bank.places[0].has_integers
-        pairs, made = share.by(built(instructions), fixed=True)
+        pairs, made = share.by(built(instructions))
         wanted = share.wanted()
         assert pairs.tolist() == [number for number, _, _ in wanted]
         assert made.shape == (len(wanted), HIDDEN)
@@ -276,7 +275,7 @@ def test_a_share_without_fixed_point_has_the_bits_of_products(
     own, *kinds = OTHERS[network]
     kernels, share = built(instructions), share_of(own, kinds, dtype, 23)
     assert share.bank.places[0].has_integers == (network == "GGUF")
-    pairs, made = share.by(kernels, fixed=False)
+    pairs, made = share.by(kernels)
     assert pairs.tolist() == [number for number, _, _ in share.wanted()]
     for (_, row, place), found in zip(share.wanted(), made, strict=True):
         weights, x = share.bank.places[place], share.rows[row : row + 1]
@@ -292,15 +291,15 @@ def test_shares_may_be_of_many_rows_or_of_none() -> None:
     """Rows run by MOST_ROWS, and pairs are numbered through."""
     kernels, (own, *kinds) = best(), NETWORKS["relu_squared with a gate"]
     share = share_of(own, kinds, torch.bfloat16, 2 * MOST_ROWS + 5)
-    pairs, made = share.by(kernels, fixed=True)
+    pairs, made = share.by(kernels)
     assert pairs.tolist() == [number for number, _, _ in share.wanted()]
     for at in (0, len(pairs) // 2, len(pairs) - 1):
         _, row, place = share.wanted()[at]
         assert same(made[at : at + 1], fixed.through(own, share.bank.places[place], share.rows[row : row + 1]))
     nothing = replace(share, places=torch.full((7,), -1, dtype=torch.int32))
-    assert [len(each) for each in nothing.by(kernels, fixed=True)] == [0, 0]
+    assert [len(each) for each in nothing.by(kernels)] == [0, 0]
     padding = replace(share, rows=share.rows[:2], chosen=torch.full((2, 3), 7, dtype=torch.int32))
-    assert [len(each) for each in padding.by(kernels, fixed=True)] == [0, 0]
+    assert [len(each) for each in padding.by(kernels)] == [0, 0]
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu_squared", "clamped_silu"])

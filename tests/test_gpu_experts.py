@@ -30,6 +30,7 @@ from offload.kernels.gpu.experts import (
     PLAIN_WARPS,
     ROWS,
     SCORED,
+    arranging_warps,
     scratch_bytes,
 )
 from offload.kernels.gpu.fixed_programs import fix_rows, multiply_fixed
@@ -203,7 +204,7 @@ def test_routers_compile_without_a_spill(capability: int, count: int, used: int)
     )
     arranged = compiled(
         programs.arrange_pairs, capability, dict.fromkeys(("chosen", "pair_of", "expert_of"), "*i32"),
-        {"EXPERTS": count, "PADDED": padded_more, "ROWS": ROWS[0], "BLOCK": PAIRS[1]},
+        {"EXPERTS": count, "PADDED": padded_more, "ROWS": ROWS[0], "BLOCK": PAIRS[1]}, warps=arranging_warps(count),
     )  # fmt: skip
     summed = compiled(
         programs.sum_pairs, capability,

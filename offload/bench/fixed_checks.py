@@ -59,7 +59,7 @@ def _fixed(kernels: DeviceKernels, host: CpuKernels, device: torch.device, dtype
         bank = bank_of(layout, content)
         _made_numbers(bank, name)
         chosen, places = torch.zeros(NUM_ROWS, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        _, wanted = run_share(EXPERT, bank, places, rows, chosen, fixed=True, kernels=host)
+        _, wanted = run_share(EXPERT, bank, places, rows, chosen, kernels=host)
         assert kernels.experts is not None
         there = ResidentExperts(bank_of(layout, content.to(device)))
         found = kernels.experts(Mixture(EXPERT, router), there, rows.to(device)).cpu()

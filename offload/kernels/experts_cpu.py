@@ -67,14 +67,14 @@ def run_many(
 
 
 def run_share(
-    experts: Experts, bank: Bank, places: Tensor, rows: Tensor, chosen: Tensor, *, fixed: bool, kernels: Library
+    experts: Experts, bank: Bank, places: Tensor, rows: Tensor, chosen: Tensor, *, kernels: Library
 ) -> tuple[Tensor, Tensor]:
     """A share of a layer's experts, run for a device that routes rows, runs the other experts and sums.
 
     bank: in the host's memory. places: of each of the layer's experts in the bank, int32 [experts], -1: it is not in
     this share. rows: [T, inputs], contiguous, normed, or latents. chosen: the experts of each row, int32 [T, used],
-    contiguous; the number of all experts stands for none. fixed: in fixed point, where the experts have integers
-    (`ExpertWeights.has_integers`); a row's bits are then the same on every machine.
+    contiguous; the number of all experts stands for none. Where the experts have integers
+    (`ExpertWeights.has_integers`) and rows 16 bits, a row's bits are the same on every machine.
 
     Returns pairs, int64 [n], numbers t * used + u of those in the share, by expert and then by row within every
     MOST_ROWS rows; and what the expert makes of the row, [n, inputs] of the dtype. Temporary memory: less than
@@ -89,7 +89,7 @@ def run_share(
     for some, own in zip(rows.split(MOST_ROWS), chosen.split(MOST_ROWS), strict=True):
         parts = share_parts(experts.network, own.numel(), experts.count, rows.shape[1], rows.dtype, widens=True)
         with borrowed(total_bytes(parts)) as block:
-            found, of_pairs = _run_share(experts, bank, places, some, own, views_of(parts, block), fixed, kernels)
+            found, of_pairs = _run_share(experts, bank, places, some, own, views_of(parts, block), kernels)
         pairs.append(found + MOST_ROWS * len(pairs) * chosen.shape[1])
         made.append(of_pairs)
     return (pairs[0], made[0]) if len(pairs) == 1 else (torch.cat(pairs), torch.cat(made))
@@ -216,12 +216,10 @@ def _run_share(
     rows: Tensor,
     chosen: Tensor,
     scratch: Mapping[str, Tensor],
-    fixed: bool,
     kernels: Library,
 ) -> tuple[Tensor, Tensor]:
     """See `run_share`; of at most MOST_ROWS rows."""
-    assert not fixed or bank.places[0].has_integers
-    gate, down = _steps(experts.network, bank.places[0], rows, None, scratch, fixed)
+    gate, down = _steps(experts.network, bank.places[0], rows, None, scratch)
     structure = native.Experts(
         **_share_fields(experts, bank, gate, down, scratch),
         bank_place=places.data_ptr(),
@@ -244,14 +242,13 @@ def _steps(
     read: Tensor,
     norm: NormWeights | None,
     scratch: Mapping[str, Tensor],
-    fixed: bool = False,
 ) -> tuple[Step, Step]:
     """The products of an expert over rows `read`: with gate and up, and with down."""
     inner, made = scratch["inner"], scratch["made"]
-    gate = Step(read, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation, fixed=fixed)
+    gate = Step(read, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation)
     if first.gate is not None:
         gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
-    return gate, Step(inner, first.down, first.down_bias, made, fixed=fixed)
+    return gate, Step(inner, first.down, first.down_bias, made)
 
 
 def _share_fields(

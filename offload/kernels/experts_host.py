@@ -25,7 +25,7 @@ class HostRows:
     def run(self, experts: Experts, batch: Batch, made: Tensor) -> None:
         """Fill the rows of `made`, [T * used, outputs] on the device, of the pairs whose experts are in a batch in host
         memory; in fixed point where they have integers."""
-        own, fixed = kernels(), batch.bank.places[0].has_integers
+        own = kernels()
         assert isinstance(own, CpuKernels), "a plan has the CPU run experts only where it has kernels"
-        pairs, found = run_share(experts, batch.bank, batch.places, self._rows, self.chosen, fixed=fixed, kernels=own)
+        pairs, found = run_share(experts, batch.bank, batch.places, self._rows, self.chosen, kernels=own)
         made.index_copy_(0, pairs.to(made.device), found.to(made.device))

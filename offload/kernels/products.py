@@ -37,9 +37,10 @@ class Step:
 
     weight: None for no product: out [n, inputs] += factor * norm(x).
     room: scratch from `room_to_widen`; None: that of the steps. beside: the step reads nothing that the steps before it
-    write, from the last one on that is not beside others, and has its own room: they run at the same time. fixed: the
-    product is in fixed point (native/stored_fixed.h), with the same bits on every machine; all matrices are stored, and
-    `Encoding.has_integers`.
+    write, from the last one on that is not beside others, and has its own room: they run at the same time.
+
+    Rows in 16 bits are multiplied with stored matrices that have integers (`Encoding.has_integers`) in fixed point
+    (native/stored_fixed.h), with the same bits on every machine.
     """
 
     x: Tensor
@@ -53,7 +54,6 @@ class Step:
     up: Matrix | None = None
     room: Tensor | None = None
     beside: bool = False
-    fixed: bool = False
 
 
 class Steps:
@@ -110,7 +110,7 @@ def structure_of(step: Step, widened: Sequence[Tensor] | Tensor) -> Product:
         norm is not None and norm.norm.centred,
         norm is not None and norm.norm.fp32,
         step.beside,
-        step.fixed,
+        step.x.dtype != torch.float32,
         0.0 if norm is None else norm.norm.eps,
         step.factor,
     )

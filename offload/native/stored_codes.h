@@ -79,12 +79,8 @@ struct Codes {
     static constexpr int RUNS = by_16(KIND) || BY_BYTE != BY_HALF ? 2 : 1;  // of vectors whose lanes have the same steps
     f32 values[VECTORS], steps[RUNS];
 
-    struct OfBlock {  // nothing is made of a block at once
-        INLINE OfBlock(const uint8_t*, const Own&) {}
-    };
-
     template <int COUNT>
-    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps, OfBlock) {
+    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps) {
         if constexpr (BY_BYTE) {
             group codes[2];
             pair_of_codes(at, 2 * part, COUNT > 1 ? 2 * part + 1 : 2 * part, own, codes);

@@ -15,9 +15,15 @@ constexpr int LANES = 16;                                                  // of
 // units, in the order in which parts are multiplied; then LANES sums of values, times unit, of parts in their order; then
 // LANES starts, the int32 that sums of value * code of 16 inputs begin with. They take no more room than `stored::Rows`.
 //
-// Values are int16 in their order, or where W == 16 for each 64 two registers: bytes h, then bytes l, of which a value is
-// 256 h + l; or, if bytes cannot be multiplied, its even inputs and its odd ones. Of whole 256 inputs register i has in
-// lane 4 k + j inputs 64 j + 16 k + 4 i to 4 more: a lane is of the same part in all of them.
+// Values are int16 in their order (words), or two bytes h and l, of which a value is 256 h + l, in registers: one of h,
+// then the one of l. If bytes cannot be multiplied, registers of 64 have their even values, then their odd ones.
+//
+// bytes: where W == 8 a register has a group. Where W == 16 it has 64 inputs in their order, and of whole 256 inputs
+// register i has in lane 4 k + j inputs 64 j + 16 k + 4 i to 4 more: a lane is of the same part in all of them.
+//
+// nibbles: where W == 16 register i has in lane 4 k + j inputs 64 k + 16 i + 4 j to 4 more, and of fewer than 256 inputs as
+// many of its first lanes as there are. Where W == 8 it has 16 inputs of group i / 2, then those of group 4 + i / 2, and
+// fewer than 256 inputs lie as bytes.
 struct Rows {
     float* at;
     int inputs;
@@ -32,12 +38,24 @@ struct Rows {
     int32_t* starts(int64_t row) const { return reinterpret_cast<int32_t*>(sums(row) + LANES * blocks()); }
 };
 
-// Integer sums of parts, of which W == 16 has all of a block in a vector: of 16 inputs part 4 j + k in lane 4 k + j, and
-// of 32 part 2 j + k / 2 in lanes 4 k + j. Elsewhere they are in their order.
-constexpr int part_of(int lane, bool of_16) {
-    if (W < 16) return lane;
-    return of_16 ? lane % 4 * 4 + lane / 4 : lane % 4 * 2 + lane / 8;
+// How the values of a row lie that are multiplied with codes: see Rows.
+enum class Laid { words, bytes, nibbles };
+
+consteval Laid laid(Kind kind) {
+    const bool nibbles = form(kind).codes.bits == 4 && !form(kind).high.bits && !by_16(kind);
+#if defined(__AVX512BW__)
+    return nibbles ? Laid::nibbles : Laid::bytes;
+#elif defined(__AVX2__)
+    if (has_code(kind, "signed") || book(kind) == Book::iq4) return Laid::words;  // codes of 8 bits
+    return nibbles ? Laid::nibbles : Laid::bytes;
+#else
+    return Laid::words;
+#endif
 }
+
+// Blocks whose codes are multiplied together.
+template <Kind KIND>
+constexpr int BLOCKS = W == 16 && laid(KIND) == Laid::nibbles ? 2 : 1;
 
 // The unit of a group whose largest magnitude has the bits `most`, and what it is divided by: in the bits of floats.
 INLINE uint32_t unit_of(uint32_t most) {
@@ -70,11 +88,34 @@ INLINE float take_group(F&& read, int16_t* values, int* sums) {
     return __builtin_bit_cast(float, unit);
 }
 
-// Codes are multiplied with this added, without a sign, where W == 16.
+// Codes are multiplied with this added, without a sign, unless values are words.
 consteval int offset(Kind kind) {
     if (has_grid(kind)) return 64;
+    if (W == 8 && book(kind) == Book::e2m1) return 12;
+    if (W == 8 && has_code(kind, "sign")) return 1;
     return book(kind) != Book::none || has_code(kind, "signed") || has_code(kind, "sign") ? 128 : centre(kind);
 }
+
+// A vector of a block's integer sums: the part of each lane, the 16 inputs that a start is of, unless it is of all 32 of
+// the part, and a lane of each part. Where W == 16 nibbles' has parts of two blocks, in turns of two lanes.
+struct Lanes {
+    Laid laid;
+    int offset;
+    bool of_part;
+    alignas(64) uint32_t part[LANES] = {}, sixteen[LANES] = {}, of[LANES] = {};
+};
+
+template <Kind KIND>
+constexpr Lanes LANES_OF = [] {
+    constexpr bool of_16 = by_16(KIND), turns = W == 16 && laid(KIND) == Laid::nibbles;
+    Lanes all{laid(KIND), offset(KIND), turns || (W < 16 && !of_16)};
+    for (uint32_t lane = LANES; lane-- > 0;) {
+        all.sixteen[lane] = W < 16 ? lane : lane % 4 * 4 + lane / 4;
+        all.part[lane] = turns ? lane / 4 * 2 + lane % 2 : of_16 ? all.sixteen[lane] : W < 16 ? lane % GROUPS : all.sixteen[lane] / 2;
+        all.of[all.part[lane]] = lane;
+    }
+    return all;
+}();
 
 #if defined(__AVX512BW__)
 
@@ -89,8 +130,21 @@ INLINE void transpose_fours(__m512i (&v)[4]) {
     v[2] = _mm512_unpacklo_epi64(b, d), v[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-// A block's values, of which `count` pairs of groups are kept.
-INLINE void put(const int16_t* values, int count, uint8_t* to) {
+// The same of each 128 bits.
+INLINE void transpose_sixteens(__m512i (&v)[4]) {
+    const auto even = [](__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0x88); };
+    const auto odd = [](__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0xdd); };
+    const __m512i a = even(v[0], v[1]), b = even(v[2], v[3]), c = odd(v[0], v[1]), d = odd(v[2], v[3]);
+    v[0] = even(a, b), v[1] = even(c, d), v[2] = odd(a, b), v[3] = odd(c, d);
+}
+
+// The lanes of a register that has 16 inputs of each of `count` pairs of groups.
+INLINE __mmask16 lanes_of(int count) { return __mmask16((1 << 4 * count) - 1); }
+
+// A block's values, of which so many groups are there.
+INLINE void put(const int16_t* values, int groups, Laid laid, uint8_t* to) {
+    const int count = (groups + 1) / 2;
+    const bool nibbles = laid == Laid::nibbles;
     using words = int16_t __attribute__((vector_size(2 * GROUP)));
     using half = int8_t __attribute__((vector_size(GROUP)));
     __m512i high[4], low[4];
@@ -104,22 +158,38 @@ INLINE void put(const int16_t* values, int count, uint8_t* to) {
         };
         high[pair] = narrow(128, 8), low[pair] = narrow(0, 0);
     }
-    if (count == 4) transpose_fours(high), transpose_fours(low);
-    for (int pair = 0; pair < count; pair++, to += 2 * PAIR) {
-#if defined(__AVX512VNNI__)
-        store(to, high[pair]), store(to + PAIR, low[pair]);
-#else
+    if (nibbles) transpose_sixteens(high), transpose_sixteens(low);
+    else if (count == 4) transpose_fours(high), transpose_fours(low);
+    const int kept = nibbles ? count * PAIR / 4 : PAIR;  // of a register
+    for (int i = 0; i < (nibbles ? 4 : count); i++, to += 2 * kept) {
+#if !defined(__AVX512VNNI__)
         const auto odd_of = [](__m512i bytes) { return _mm512_srai_epi16(bytes, 8); };
-        const __m512i even_high = _mm512_slli_epi16(high[pair], 8), odd_high = _mm512_slli_epi16(odd_of(high[pair]), 8);
-        store(to, _mm512_add_epi16(even_high, odd_of(_mm512_slli_epi16(low[pair], 8))));
-        store(to + PAIR, _mm512_add_epi16(odd_high, odd_of(low[pair])));
+        const __m512i even_high = _mm512_slli_epi16(high[i], 8), odd_high = _mm512_slli_epi16(odd_of(high[i]), 8);
+        high[i] = _mm512_add_epi16(even_high, odd_of(_mm512_slli_epi16(low[i], 8)));
+        low[i] = _mm512_add_epi16(odd_high, odd_of(low[i]));
 #endif
+        const __mmask16 lanes = lanes_of(kept / 16);
+        _mm512_mask_storeu_epi32(to, lanes, high[i]), _mm512_mask_storeu_epi32(to + kept, lanes, low[i]);
     }
 }
 
 #else
 
-INLINE void put(const int16_t* values, int count, uint8_t* to) { __builtin_memcpy(to, values, count * 2 * PAIR); }
+INLINE void put(const int16_t* values, int groups, Laid laid, uint8_t* to) {
+    if (laid == Laid::words) {
+        __builtin_memcpy(to, values, (groups + 1) / 2 * 2 * PAIR);
+        return;
+    }
+    using words = int16_t __attribute__((vector_size(GROUP)));
+    using some = int8_t __attribute__((vector_size(GROUP / 2)));
+    const bool nibbles = laid == Laid::nibbles && groups == GROUPS;
+    for (int i = 0; i < 2 * groups; i++) {  // 16 of group i / 2
+        const words own = load<words>(values + i * 16);
+        uint8_t* at = nibbles ? to + i % 8 * 2 * GROUP + i / 8 * 16 : to + i / 2 * 2 * GROUP + i % 2 * 16;
+        store(at, __builtin_convertvector((own + int16_t(128)) >> int16_t(8), some));
+        store(at + GROUP, __builtin_convertvector(own, some));
+    }
+}
 
 #endif
 
@@ -127,8 +197,8 @@ INLINE void put(const int16_t* values, int count, uint8_t* to) { __builtin_memcp
 template <class F>
 void take(const Rows& rows, int64_t row, Kind kind, F&& read) {
     const bool of_16 = form(kind).group == 16;
-    int of_codes = 0;
-    with_kind(kind, [&]<Kind KIND>() { of_codes = offset(KIND); });
+    const Lanes* lanes = nullptr;
+    with_kind(kind, [&]<Kind KIND>() { lanes = &LANES_OF<KIND>; });
     for (int b = 0; b < rows.blocks(); b++) {
         const int rest = rows.inputs - b * BLOCK, groups = (rest < BLOCK ? rest : BLOCK) / GROUP;
         alignas(64) int16_t values[BLOCK] = {};
@@ -140,11 +210,12 @@ void take(const Rows& rows, int64_t row, Kind kind, F&& read) {
             if (of_16) sums[2 * g] = float(halves[2 * g]) * units[g], sums[2 * g + 1] = float(halves[2 * g + 1]) * units[g];
             else sums[g] = float(halves[2 * g] + halves[2 * g + 1]) * units[g];
         }
-        put(values, (groups + 1) / 2, rows.values(row) + b * 2 * BLOCK);
+        put(values, groups, lanes->laid, rows.values(row) + b * 2 * BLOCK);
         for (int lane = 0, at = b * LANES; lane < LANES; lane++, at++) {
-            const int part = part_of(lane, of_16);
-            rows.units(row)[at] = units[(of_16 ? part / 2 : part) % GROUPS], rows.sums(row)[at] = sums[lane];
-            rows.starts(row)[at] = -of_codes * halves[part_of(lane, true)];
+            const int part = int(lanes->part[lane]), half = int(lanes->sixteen[lane]);
+            rows.units(row)[at] = units[of_16 ? part / 2 : part], rows.sums(row)[at] = sums[lane];
+            const int sum = lanes->of_part ? halves[2 * part] + halves[2 * part + 1] : halves[half];
+            rows.starts(row)[at] = -lanes->offset * sum;
         }
     }
 }

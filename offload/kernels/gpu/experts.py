@@ -214,6 +214,11 @@ def rows_of_tile(num_pairs: int, count: int, weights: ExpertWeights, fixed: bool
     return ROWS[num_pairs > ROWS[0] * count and not stored]
 
 
+def arranging_warps(count: int) -> int:
+    """The warps of a program that arranges pairs with `count` experts, whose counts are in registers."""
+    return 4 if count < 512 else 8
+
+
 def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None) -> Lines:
     """Lines for pairs with the experts `chosen`, int32 [T, used], of `count`, in tiles of `rows`; in `room` if there is
     one."""
@@ -224,7 +229,7 @@ def arranged(chosen: Tensor, count: int, rows: int, *, room: Room | None = None)
     block = PAIRS[num_pairs > 8 * PAIRS[1]]
     launch(
         arrange_pairs, (count,), (chosen, pair_of, expert_of, num_pairs, tiles),
-        EXPERTS=count, PADDED=_padded(count + 1), ROWS=rows, BLOCK=block, num_warps=4,
+        EXPERTS=count, PADDED=_padded(count + 1), ROWS=rows, BLOCK=block, num_warps=arranging_warps(count),
     )  # fmt: skip
     return Lines(pair_of, expert_of, rows)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kit import fixed
 from kit.processor import before_a_guard, best, built, on_this_machine, threads
-from kit.stored import made_up, places
+from kit.stored import is_quicker_in_fixed_point, made_up, places
 from offload.config.networks import Activation, Experts, FeedForward
 from offload.formats.encodings import ENCODINGS, Encoding
 from offload.formats.stored import StoredMatrix
@@ -30,13 +30,12 @@ SPECIAL = (0x0000, 0x8000, 0x0001, 0x83FF, 0x7C00, 0xFC00, 0x7E01)  # 0, -0, sub
 
 
 def multiplied(kernels: CpuKernels, x: Tensor, stored: StoredMatrix, **step: object) -> Tensor:
-    """By the CPU's kernels, in fp32 too. Nothing is read behind the matrix or the scratch."""
+    """By the CPU's kernels. Nothing is read behind the matrix or the scratch."""
     out = torch.empty(len(x), stored.shape[0], dtype=x.dtype)
     room = room_to_widen(*x.shape).fill_(torch.nan)  # what is read before it is written shows
     with before_a_guard(room) as guarded, before_a_guard(stored.rows) as last:
-        steps = Steps(kernels, [Step(x, StoredMatrix(last, stored.encoding), None, out, **step)], guarded)
-        steps._structures[0].fixed = True
-        steps.run(len(x))
+        own = Step(x, StoredMatrix(last, stored.encoding), None, out, fixed=True, **step)
+        Steps(kernels, [own], guarded).run(len(x))
     return out
 
 
@@ -97,6 +96,25 @@ def test_products_have_the_bits_of_the_definition(name: str, dtype: torch.dtype,
         for stored in (made_up(name, 21, inputs, seed=count), random_blocks(kind, 37, inputs, seed=count)):
             assert same(multiplied(kernels, x.float(), stored), fixed.product(x, stored)), inputs
             assert same(multiplied(kernels, x, stored), fixed.linear(x, stored)), inputs
+
+
+@pytest.mark.parametrize("instructions", on_this_machine())
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.few(24)
+def test_it_is_used_where_it_is_quicker(name: str, instructions: str) -> None:
+    """With rows in 16 bits alone. Elsewhere small numbers beside large ones that cancel count, too."""
+    kind, kernels = ENCODINGS[name], built(instructions)
+    inputs = kind.numbers * (9 if kind.numbers < 256 else 1)
+    half = made_up(name, 21, inputs, seed=1)
+    stored = StoredMatrix(torch.cat([half.rows[:, : half.rows.shape[1] - kind.tail], half.rows], 1), kind)
+    for dtype in (*DTYPES, torch.float32):
+        x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(0))
+        x[:, 5::32] *= 2.0**12
+        x = torch.cat([x, torch.where(x.abs() > 100, -x, 0)], 1).to(dtype)
+        out = torch.empty(3, 21, dtype=dtype)
+        Steps(kernels, [Step(x, stored, None, out)], room_to_widen(*x.shape)).run(3)
+        in_fixed_point = is_quicker_in_fixed_point(name, instructions) and dtype != torch.float32
+        assert same(out, fixed.linear(x, stored)) is in_fixed_point
 
 
 @pytest.mark.parametrize("instructions", on_this_machine())
@@ -281,9 +299,11 @@ def test_a_share_without_fixed_point_has_the_bits_of_products(
         weights, x = share.bank.places[place], share.rows[row : row + 1]
         inner, out = torch.empty(1, own.size, dtype=dtype), torch.empty(1, HIDDEN, dtype=dtype)
         gate = Step(
-            x, weights.gate, weights.gate_up_bias, inner, None, "gate", activation=own.activation, up=weights.up
+            x, weights.gate, weights.gate_up_bias, inner, None, "gate", activation=own.activation, up=weights.up,
+            fixed=True,
         )  # fmt: skip
-        Steps(kernels, [gate, Step(inner, weights.down, weights.down_bias, out)], room_to_widen(1, 256)).run(1)
+        down = Step(inner, weights.down, weights.down_bias, out, fixed=True)
+        Steps(kernels, [gate, down], room_to_widen(1, 256)).run(1)
         assert torch.equal(found, out[0])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kit import fixed
 from kit.processor import before_a_guard, built, on_this_machine, threads
-from kit.stored import GGUF, NAMES, YOUNG, made_up
+from kit.stored import GGUF, NAMES, YOUNG, is_quicker_in_fixed_point, made_up
 from offload.config.norm import Norm
 from offload.formats.encodings import ENCODINGS, GROUP_HEAD, KINDS, Encoding
 from offload.formats.grids import grid
@@ -196,7 +196,7 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
                 numbers = stored.matrix(torch.float32).double()
                 found, exact = multiplied(kernels, rows, stored).double(), rows.double() @ numbers.T
                 limit = bound * rows.double().abs() @ largest(stored).T
-                if kind.has_integers and own.bits == 16:
+                if own.bits == 16 and is_quicker_in_fixed_point(name, instructions):
                     units = fixed.in_fixed_point(rows).units.double().repeat_interleave(32, 1)
                     limit += units / 2 @ numbers.abs().T
                 rounding = (exact.abs() + limit).clamp(min=own.tiny) * own.eps / 2 if own.bits == 16 else 0
@@ -226,7 +226,7 @@ def test_a_last_group_is_multiplied_without_a_second_one(instructions: str) -> N
         for groups in (1, 3, 9):
             stored, x = made_up(name, 5, 32 * groups, seed=groups), torch.randn(3, 32 * groups)
             exact = x.double() @ stored.matrix(torch.float32).double().T
-            torch.testing.assert_close(multiplied(kernels, x, stored).double(), exact, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(multiplied(kernels, x, stored).double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("instructions", on_this_machine())

@@ -74,7 +74,7 @@ def run_share(
     bank: in the host's memory. places: of each of the layer's experts in the bank, int32 [experts], -1: it is not in
     this share. rows: [T, inputs], contiguous, normed, or latents. chosen: the experts of each row, int32 [T, used],
     contiguous; the number of all experts stands for none. Where the experts have integers
-    (`ExpertWeights.has_integers`) and rows 16 bits, a row's bits are the same on every machine.
+    (`ExpertWeights.has_integers`), a row's bits are the same on every machine.
 
     Returns pairs, int64 [n], numbers t * used + u of those in the share, by expert and then by row within every
     MOST_ROWS rows; and what the expert makes of the row, [n, inputs] of the dtype. Temporary memory: less than
@@ -219,7 +219,7 @@ def _run_share(
     kernels: Library,
 ) -> tuple[Tensor, Tensor]:
     """See `run_share`; of at most MOST_ROWS rows."""
-    gate, down = _steps(experts.network, bank.places[0], rows, None, scratch)
+    gate, down = _steps(experts.network, bank.places[0], rows, None, scratch, fixed=True)
     structure = native.Experts(
         **_share_fields(experts, bank, gate, down, scratch),
         bank_place=places.data_ptr(),
@@ -242,13 +242,15 @@ def _steps(
     read: Tensor,
     norm: NormWeights | None,
     scratch: Mapping[str, Tensor],
+    *,
+    fixed: bool = False,
 ) -> tuple[Step, Step]:
     """The products of an expert over rows `read`: with gate and up, and with down."""
     inner, made = scratch["inner"], scratch["made"]
-    gate = Step(read, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation)
+    gate = Step(read, first.up, first.gate_up_bias, inner, norm, "activate", activation=network.activation, fixed=fixed)
     if first.gate is not None:
         gate = replace(gate, weight=first.gate, up=first.up, ending="gate")
-    return gate, Step(inner, first.down, first.down_bias, made)
+    return gate, Step(inner, first.down, first.down_bias, made, fixed=fixed)
 
 
 def _share_fields(

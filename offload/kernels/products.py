@@ -37,10 +37,9 @@ class Step:
 
     weight: None for no product: out [n, inputs] += factor * norm(x).
     room: scratch from `room_to_widen`; None: that of the steps. beside: the step reads nothing that the steps before it
-    write, from the last one on that is not beside others, and has its own room: they run at the same time.
-
-    Rows in 16 bits are multiplied with stored matrices that have integers (`Encoding.has_integers`) in fixed point
-    (native/stored_fixed.h), with the same bits on every machine.
+    write, from the last one on that is not beside others, and has its own room: they run at the same time. fixed: rows
+    are multiplied with stored matrices that have integers (`Encoding.has_integers`) in fixed point
+    (native/stored_fixed.h), with the same bits on every machine; else only where that is quicker.
     """
 
     x: Tensor
@@ -54,6 +53,7 @@ class Step:
     up: Matrix | None = None
     room: Tensor | None = None
     beside: bool = False
+    fixed: bool = False
 
 
 class Steps:
@@ -110,7 +110,7 @@ def structure_of(step: Step, widened: Sequence[Tensor] | Tensor) -> Product:
         norm is not None and norm.norm.centred,
         norm is not None and norm.norm.fp32,
         step.beside,
-        step.x.dtype != torch.float32,
+        step.fixed,
         0.0 if norm is None else norm.norm.eps,
         step.factor,
     )

@@ -37,7 +37,7 @@ struct Product {
     Activation activation;
     int64_t centred, norm_fp32;
     int64_t beside;
-    int64_t fixed;  // whether products with matrices of kinds of GGUF are in fixed point
+    int64_t fixed;  // whether products with matrices of GGUF's kinds are in fixed point even where that is not quicker
     double epsilon, factor;
 };
 
@@ -161,8 +161,15 @@ void widen_row(const Product& p, float* widened, int64_t row) {
     }
 }
 
-inline bool in_fixed_point(const Product& p, const stored::Matrix& matrix) {
-    return p.fixed && matrix.kind != stored::Kind::none && stored::is_gguf(matrix.kind);
+template <class E>
+bool in_fixed_point(const Product& p, const stored::Matrix& matrix) {
+    bool found = false;
+    if (matrix.kind != stored::Kind::none)
+        stored::with_kind(matrix.kind, [&]<stored::Kind KIND>() {
+            const bool quicker = !__is_same(E, Fp32) && stored::quicker_in_fixed_point(KIND);
+            found = stored::is_gguf(KIND) && (p.fixed || quicker);
+        });
+    return found;
 }
 
 // One row, normed, as it is multiplied with a matrix.
@@ -171,7 +178,7 @@ void prepare_row(const Product& p, const stored::Matrix& matrix, float* widened,
     const bool is_stored = matrix.kind != stored::Kind::none;
     if (!is_stored && !p.bits) return widen_row<E>(p, widened, row);
     read_row<E>(p, row, [&](auto&& read) {
-        if (in_fixed_point(p, matrix)) stored::fixed::take({widened, int(p.inputs)}, row, matrix.kind, read);
+        if (in_fixed_point<E>(p, matrix)) stored::fixed::take({widened, int(p.inputs)}, row, matrix.kind, read);
         else if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::order_for(matrix.kind), read);
         else codes::take(codes_of(p), row, read);
     });
@@ -244,7 +251,7 @@ void block(const Product& p, const stored::Matrix& matrix, float* widened, const
            int64_t first, int count, int rows, float (*results)[OUTPUTS]) {
     const int inputs = int(p.inputs), stride = padded<E>(inputs);
     auto weight = static_cast<const typename E::element*>(matrix.rows) + first * inputs;
-    if (in_fixed_point(p, matrix))
+    if (in_fixed_point<E>(p, matrix))
         stored::fixed::tile(matrix, stored::fixed::Rows{widened, inputs}.from(from), rows, first, count, results);
     else if (matrix.kind != stored::Kind::none)
         stored::tile<E>(matrix, stored::Rows{widened, inputs}.from(from), rows, first, count, results);

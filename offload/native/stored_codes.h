@@ -10,6 +10,13 @@ consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
 consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
 consteval bool has_least(Kind kind) { return has_steps(kind, "least") || form(kind).leasts; }
 
+// Whether a CPU alone multiplies rows in 16 bits with a kind in fixed point (stored_fixed.h): where that is quicker.
+consteval bool quicker_in_fixed_point(Kind kind) {
+    if (W != 8) return W == 16;
+    const bool of_4 = form(kind).codes.bits == 4 && !by_16(kind) && book(kind) != Book::iq4;
+    return !form(kind).high.bits && (of_4 || form(kind).codes.bits == 2);
+}
+
 // What the codes of COUNT groups are multiplied by, in whole blocks, and what is added.
 template <Kind KIND, int COUNT>
 struct Steps {

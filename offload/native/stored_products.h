@@ -1,11 +1,11 @@
 // Products of a few rows with a matrix in blocks (stored.h), in fp32: nothing is rounded to the dtype but the rows,
 // which are given so, and the result.
 //
-// - Of GGUF's kinds codes are multiplied with rows in fp32 (stored_codes.h; others are in fixed point, stored_fixed.h). A
-//   group's part of a product is step * sum(code * x) + least * sum(x).
+// - Of GGUF's kinds codes are multiplied (stored_codes.h). A group's part of a product is
+//   step * sum(code * x) + least * sum(x).
 // - Our own blocks' numbers are rounded to the scale's dtype, so they are computed, and multiplied in fp32.
 //
-// The kind and the dtype decide, never the number of rows, and a row's sums run in one order: its bits do not depend on
+// The kind, the dtype and the machine decide, never the number of rows, and a row's sums run in one order: its bits do not depend on
 // the rows beside it.
 #pragma once
 #include "stored_codes.h"
@@ -94,7 +94,7 @@ void tile(const Matrix& matrix, const Rows& rows, int number, int64_t first, int
     const auto at = static_cast<const uint8_t*>(matrix.rows) + first * of_output;
     const auto to = [&](int r, int o) { return reinterpret_cast<float(*)[TILE]>(&results[r][o]); };
     with_kind(matrix.kind, [&]<Kind KIND>() {
-        if constexpr (is_gguf(KIND) && __is_same(E, Fp32)) {
+        if constexpr (is_gguf(KIND) && (__is_same(E, Fp32) || !quicker_in_fixed_point(KIND))) {
             by_rows<Codes<KIND>::MOST>(number, [&]<int ROWS>(int r) {
                 for (int o = 0; o < count; o++) {
                     const uint8_t* row = at + o * of_output;
@@ -103,7 +103,7 @@ void tile(const Matrix& matrix, const Rows& rows, int number, int64_t first, int
                 }
             });
         } else if constexpr (is_gguf(KIND)) {
-            __builtin_trap();  // in 16 bits they are in fixed point
+            __builtin_trap();  // it is in fixed point
         } else {
             const Matrix own = matrix;  // in registers
             int o = 0;

@@ -13,6 +13,12 @@ GGUF = [name for name in NAMES if "/" not in name and not ENCODINGS[name].tail] 
 YOUNG = ("Q2_0", "Q1_0")  # that the package gguf does not decode
 
 
+def is_quicker_in_fixed_point(name: str, instructions: str) -> bool:
+    """Whether a CPU alone multiplies rows in 16 bits with a kind in fixed point."""
+    on_avx2 = ("Q4_0", "Q4_1", "Q4_K", "MXFP4", "Q2_K", "Q2_0", "TQ2_0")
+    return name in on_avx2 if instructions == "avx2" else instructions != "neon" and ENCODINGS[name].has_integers
+
+
 def places(own: Encoding) -> tuple[int, ...]:
     """The bytes where a block has its scale and least value."""
     return (own.scale_at, own.scale_at + 2) if own.steps == "least" or own.least else (own.scale_at,)

@@ -196,7 +196,7 @@ def test_products_are_those_with_the_librarys_numbers_in_fp32(name: str, dtype: 
                 numbers = stored.matrix(torch.float32).double()
                 found, exact = multiplied(kernels, rows, stored).double(), rows.double() @ numbers.T
                 limit = bound * rows.double().abs() @ largest(stored).T
-                if own.bits == 16 and is_quicker_in_fixed_point(name, instructions):
+                if is_quicker_in_fixed_point(name, dtype, instructions):
                     units = fixed.in_fixed_point(rows).units.double().repeat_interleave(32, 1)
                     limit += units / 2 @ numbers.abs().T
                 rounding = (exact.abs() + limit).clamp(min=own.tiny) * own.eps / 2 if own.bits == 16 else 0

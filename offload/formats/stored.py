@@ -89,12 +89,16 @@ def entries(of: Grid, device: torch.device) -> Tensor:
 @cache
 def _with_words(of: Grid) -> Tensor:
     """The table of a grid for the CPU's kernels, as bytes: its `entries`; the same in words of 16 bits, whose fields
-    are places of numbers; and 32 numbers by the lowest bits of such a place, as int16 plus 64. Those of IQ1 are greater
-    by 1, from place 4 on less."""
+    are places of numbers; and 32 numbers by the lowest bits of such a place, in bf16, and as int16 plus 64. Those of
+    IQ1 are greater by 1, from place 4 on less."""
     numbers = torch.tensor([*values(of.name), *[0] * (len(values(of.name)) % 2)])
     numbers = torch.cat([numbers + 1, numbers - 1]) if of.signs.bits == 1 else numbers
     numbers = numbers.repeat(32 // len(numbers))
-    tables = torch.tensor(words(of.name), dtype=torch.uint16), (numbers + 64).to(torch.int16)
+    tables = (
+        torch.tensor(words(of.name), dtype=torch.uint16),
+        numbers.to(torch.bfloat16),
+        (numbers + 64).to(torch.int16),
+    )
     return torch.cat([part.view(torch.uint8).flatten() for part in (entries(of, torch.device("cpu")), *tables)])
 
 

@@ -166,8 +166,7 @@ bool in_fixed_point(const Product& p, const stored::Matrix& matrix) {
     bool found = false;
     if (matrix.kind != stored::Kind::none)
         stored::with_kind(matrix.kind, [&]<stored::Kind KIND>() {
-            const bool quicker = !__is_same(E, Fp32) && stored::quicker_in_fixed_point(KIND);
-            found = stored::is_gguf(KIND) && (p.fixed || quicker);
+            found = stored::is_gguf(KIND) && (p.fixed || stored::quicker_in_fixed_point<E>(KIND));
         });
     return found;
 }
@@ -179,7 +178,7 @@ void prepare_row(const Product& p, const stored::Matrix& matrix, float* widened,
     if (!is_stored && !p.bits) return widen_row<E>(p, widened, row);
     read_row<E>(p, row, [&](auto&& read) {
         if (in_fixed_point<E>(p, matrix)) stored::fixed::take({widened, int(p.inputs)}, row, matrix.kind, read);
-        else if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::order_for(matrix.kind), read);
+        else if (is_stored) stored::take({widened, int(p.inputs)}, row, stored::order_for<E>(matrix.kind), read);
         else codes::take(codes_of(p), row, read);
     });
 }

@@ -10,9 +10,11 @@ consteval bool of_256(Kind kind) { return form(kind).numbers == 256; }
 consteval int bytes_of_256(Kind kind) { return int(form(kind).nbytes * (256 / form(kind).numbers)); }
 consteval bool has_least(Kind kind) { return has_steps(kind, "least") || form(kind).leasts; }
 
-// Whether a CPU alone multiplies rows in 16 bits with a kind in fixed point (stored_fixed.h): where that is quicker.
+// Whether a CPU alone multiplies rows of E with a kind in fixed point (stored_fixed.h): where that is quicker.
+template <class E>
 consteval bool quicker_in_fixed_point(Kind kind) {
-    if (W != 8) return W == 16;
+    if (!is_gguf(kind) || __is_same(E, Fp32) || in_pairs<E>) return false;
+    if (W != 8) return W == 16 && !has_code(kind, "iq1");
     const bool of_4 = form(kind).codes.bits == 4 && !by_16(kind) && book(kind) != Book::iq4;
     return !form(kind).high.bits && (of_4 || form(kind).codes.bits == 2);
 }
@@ -86,8 +88,12 @@ struct Codes {
     static constexpr int RUNS = by_16(KIND) || BY_BYTE != BY_HALF ? 2 : 1;  // of vectors whose lanes have the same steps
     f32 values[VECTORS], steps[RUNS];
 
+    struct OfBlock {  // nothing is made of a block at once
+        INLINE OfBlock(const uint8_t*, const Own&) {}
+    };
+
     template <int COUNT>
-    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps) {
+    INLINE Codes(const uint8_t* at, int part, const Own& own, const Steps<KIND, COUNT>& all_steps, OfBlock) {
         if constexpr (BY_BYTE) {
             group codes[2];
             pair_of_codes(at, 2 * part, COUNT > 1 ? 2 * part + 1 : 2 * part, own, codes);

@@ -9,11 +9,11 @@ namespace fixed {
 
 // The codes of a pair of groups as bytes without a sign, `offset` more.
 template <Kind KIND>
-INLINE __m512i offset_codes(const uint8_t* at, int pair, const Own& own, const Words<KIND>& words) {
+INLINE __m512i offset_codes(const uint8_t* at, int pair, const Own& own, const Words<KIND, 1>& words) {
     if constexpr (has_grid(KIND)) {
         const __m512i even = words.numbers_of(pair, 0), odd = words.numbers_of(pair, 1);
         const __m512i all = _mm512_or_si512(even, _mm512_slli_epi16(odd, 8));
-        if constexpr (Words<KIND>::SHIFTED) return all;
+        if constexpr (Words<KIND, 1>::SHIFTED) return all;
         else return _mm512_mask_sub_epi8(all, signs_of<KIND>(at, pair), _mm512_set1_epi8(char(2 * offset(KIND))), all);
     } else if constexpr (has_code(KIND, "signed") || has_code(KIND, "sign")) {
         const group first = codes_of<KIND>(at, 2 * pair, own), second = codes_of<KIND>(at, 2 * pair + 1, own);
@@ -94,7 +94,7 @@ struct Block {
     __m512i codes[4];
 
     INLINE Block(const uint8_t* at, const Own& own, int count) {
-        const Words<KIND> words(at, own);
+        const Words<KIND, 1> words(at, own);
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) codes[pair] = offset_codes<KIND>(at, pair, own, words);
         if (count > 6) transpose_fours(codes);

@@ -1,4 +1,5 @@
-// Codes of GGUF's kinds, 64 at a time, a byte each, and the entries of grids in words.
+// Codes of GGUF's kinds, 64 at a time, a byte each; the entries of grids in words; and both in pairs of bf16, as they are
+// multiplied.
 #pragma once
 #include "stored_codes.h"
 
@@ -28,15 +29,15 @@ INLINE uint64_t with_eighth(uint32_t first, uint32_t second) {
 }
 
 // The entries of a block's codes in a grid, as `formats.grids.words` has them: words of 16 bits, whose fields are
-// places of numbers. None of another kind.
-template <Kind KIND>
+// places of numbers. TABLE: which one of the tables of these. None of another kind.
+template <Kind KIND, int TABLE = 0>
 struct Words {
     INLINE Words(const uint8_t*, const Own&) {}
 };
 
-template <Kind KIND>
+template <Kind KIND, int TABLE>
     requires(has_grid(KIND))
-struct Words<KIND> {
+struct Words<KIND, TABLE> {
     static constexpr bool OF_4 = has_code(KIND, "iq3_s") || has_code(KIND, "iq3_xxs"), SHIFTED = has_code(KIND, "iq1");
     static constexpr int EACH = OF_4 ? 4 : 8;
     struct Fields {  // of 32 even or odd numbers, the words that they are in and their bits' places there
@@ -54,7 +55,7 @@ struct Words<KIND> {
 
     INLINE Words(const uint8_t* block, const Own& own) {
         const uint8_t* all = own.grid + ENTRIES * EACH;
-        numbers = load<__m512i>(all + 2 * ENTRIES);
+        numbers = load<__m512i>(all + 2 * ENTRIES + 64 * TABLE);
         const auto widened = [](const uint8_t* at) { return _mm512_cvtepu8_epi16(load<__m256i>(at)); };
         const auto with_upper = [&](const uint8_t* at, __m512i upper, int bits) {
             return _mm512_ternarylogic_epi32(upper, _mm512_set1_epi16(short(bits)), widened(at), 0xea);
@@ -185,6 +186,75 @@ struct Bytes {
         return _mm512_mask_add_epi8(code, fifth, code, _mm512_set1_epi8(16));
     }
 };
+
+#endif
+
+#if defined(__AVX512BF16__)
+
+// The codes of a pair of groups in bf16, less the centre, in the order of rows.
+template <Kind KIND>
+struct Pairs {
+    static constexpr int INPUTS = PAIR, MOST = 8;
+    static constexpr bool WITH_SIGN = has_code(KIND, "signed") || has_code(KIND, "sign");  // they are converted
+    using OfBlock = Words<KIND>;
+    __m512bh even, odd;
+    f32 step;
+
+    template <int COUNT>
+    INLINE Pairs(const uint8_t* at, int pair, const Own& own, const Steps<KIND, COUNT>& steps, const OfBlock& words) {
+        u32 lane;  // a lane is of four inputs
+        for (int i = 0; i < W; i++) lane[i] = by_16(KIND) ? pair * 4 + i / 4 : pair * 2 + i / 8;
+        step = (f32)_mm512_permutexvar_ps((__m512i)lane, (__m512)load<f32>(steps.steps));
+        const auto odd_of = [](__m512i bytes) { return _mm512_srli_epi16(bytes, 8); };
+        if constexpr (has_grid(KIND)) {
+            const __m512i first = words.numbers_of(pair, 0), second = words.numbers_of(pair, 1);
+            if constexpr (Words<KIND>::SHIFTED) {
+                even = (__m512bh)first, odd = (__m512bh)second;
+            } else {
+                const uint64_t below = signs_of<KIND>(at, pair);
+                even = below_0(first, _pext_u64(below, 0x5555555555555555));
+                odd = below_0(second, _pext_u64(below, 0xaaaaaaaaaaaaaaaa));
+            }
+        } else if constexpr (WITH_SIGN) {
+            const __m512i code = joined((__m256i)codes_of<KIND>(at, 2 * pair, own),
+                                        (__m256i)codes_of<KIND>(at, COUNT > 1 ? 2 * pair + 1 : 2 * pair, own));
+            const auto number = [&](int i) {  // in byte i of each four; bf16 in an upper half
+                return (u32)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24 - 8 * i), 24));
+            };
+            even = (__m512bh)(number(0) >> 16 | number(2)), odd = (__m512bh)(number(1) >> 16 | number(3));
+        } else {
+            const __m512i code = Bytes<KIND>::of(at, pair, COUNT > 1);
+            even = value(code), odd = value(odd_of(code));
+        }
+    }
+
+    INLINE f32 add(f32 acc, const Rows& rows, int row, int first) const {
+        const uint16_t* x = rows.halves(row) + first;
+        const __m512 part = _mm512_dpbf16_ps(__m512{}, even, load<__m512bh>(x));  // in this order x needs no register
+        return fma((f32)_mm512_dpbf16_ps(part, odd, load<__m512bh>(x + PAIR / 2)), step, acc);
+    }
+
+  private:
+    // Of codes in words, by their lowest bits alone.
+    INLINE static __m512bh value(__m512i code) {
+        const auto table = [](int from) {
+            const f32 first = counted<book(KIND)>(from) - float(centre(KIND));
+            return narrowed<Bf16, true>(first, bits(KIND) == 4 ? first : first + float(W));
+        };
+        if constexpr (bits(KIND) == 6) return (__m512bh)_mm512_permutex2var_epi16(table(0), code, table(2 * W));
+        return (__m512bh)_mm512_permutexvar_epi16(code, table(0));
+    }
+
+    // The numbers in bf16, with a sign where a bit is set.
+    INLINE static __m512bh below_0(__m512i numbers, uint64_t which) {
+        return (__m512bh)_mm512_mask_add_epi16(numbers, uint32_t(which), numbers, _mm512_set1_epi16(-0x8000));
+    }
+};
+
+#else
+
+template <Kind>
+struct Pairs;
 
 #endif
 

@@ -1,14 +1,15 @@
 // Products of a few rows with a matrix in blocks (stored.h), in fp32: nothing is rounded to the dtype but the rows,
 // which are given so, and the result.
 //
-// - Of GGUF's kinds codes are multiplied (stored_codes.h). A group's part of a product is
-//   step * sum(code * x) + least * sum(x).
+// - Of GGUF's kinds codes are multiplied (stored_codes.h, stored_pairs.h). A group's part of a product is
+//   step * sum(code * x) + least * sum(x). Rows in bf16 and codes are multiplied in pairs where the processor can; else
+//   both are widened to fp32.
 // - Our own blocks' numbers are rounded to the scale's dtype, so they are computed, and multiplied in fp32.
 //
-// The kind, the dtype and the machine decide, never the number of rows, and a row's sums run in one order: its bits do not depend on
-// the rows beside it.
+// The kind, the dtype and the machine decide, as they do whether a product is in fixed point, never the number of rows, and a row's sums run in one order: its bits do
+// not depend on the rows beside it.
 #pragma once
-#include "stored_codes.h"
+#include "stored_pairs.h"
 
 namespace stored {
 
@@ -16,19 +17,20 @@ constexpr int TILE = 16;       // outputs
 constexpr int SOME = 256;      // numbers that are computed before they are multiplied: a whole block, or several
 constexpr int MOST_ROWS = 64;  // that are worked on together
 
-// results[r][0] of ROWS rows from `row` on, by codes.
-template <Kind KIND, int ROWS>
+// results[r][0] of ROWS rows from `row` on, by codes: Codes or Pairs.
+template <Kind KIND, class Multiplied, int ROWS>
 INLINE void dots_of_codes(const uint8_t* at, const Own& own, const Rows& rows, int row, float (*results)[TILE]) {
     f32 acc[ROWS] = {};
     eight least[ROWS] = {};
     const auto multiply = [&]<int COUNT>(int first) __attribute__((always_inline)) {
         const Steps<KIND, COUNT> steps(at, own);
+        const typename Multiplied::OfBlock of_block(at, own);
         for (int i = 0; i < bytes_of_256(KIND); i += LINE) __builtin_prefetch(at + AHEAD + i);
         if constexpr (has_least(KIND))
             for (int r = 0; r < ROWS; r++) least[r] = steps.add_least(least[r], rows, row + r, first);
 #pragma unroll
-        for (int i = 0; i < COUNT * GROUP; i += Codes<KIND>::INPUTS) {
-            const Codes<KIND> codes(at, i / Codes<KIND>::INPUTS, own, steps);
+        for (int i = 0; i < COUNT * GROUP; i += Multiplied::INPUTS) {
+            const Multiplied codes(at, i / Multiplied::INPUTS, own, steps, of_block);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) acc[r] = codes.add(acc[r], rows, row + r, first * GROUP + i);
         }
@@ -94,16 +96,21 @@ void tile(const Matrix& matrix, const Rows& rows, int number, int64_t first, int
     const auto at = static_cast<const uint8_t*>(matrix.rows) + first * of_output;
     const auto to = [&](int r, int o) { return reinterpret_cast<float(*)[TILE]>(&results[r][o]); };
     with_kind(matrix.kind, [&]<Kind KIND>() {
-        if constexpr (is_gguf(KIND) && (__is_same(E, Fp32) || !quicker_in_fixed_point(KIND))) {
-            by_rows<Codes<KIND>::MOST>(number, [&]<int ROWS>(int r) {
+        const auto by_codes = [&]<class Multiplied>() {
+            by_rows<Multiplied::MOST>(number, [&]<int ROWS>(int r) {
                 for (int o = 0; o < count; o++) {
                     const uint8_t* row = at + o * of_output;
                     const Own own = shared_of<KIND>(matrix, row + of_output - matrix.tail);
-                    dots_of_codes<KIND, ROWS>(row, own, rows, r, to(r, o));
+                    dots_of_codes<KIND, Multiplied, ROWS>(row, own, rows, r, to(r, o));
                 }
             });
-        } else if constexpr (is_gguf(KIND)) {
+        };
+        if constexpr (quicker_in_fixed_point<E>(KIND)) {
             __builtin_trap();  // it is in fixed point
+        } else if constexpr (paired<E>(KIND)) {
+            by_codes.template operator()<Pairs<KIND>>();
+        } else if constexpr (is_gguf(KIND)) {
+            by_codes.template operator()<Codes<KIND>>();
         } else {
             const Matrix own = matrix;  // in registers
             int o = 0;

@@ -8,8 +8,14 @@ namespace stored {
 constexpr int GROUPS = 8;  // whose steps and sums are read together
 constexpr int PAIR = 2 * GROUP;
 
-// How each 64 numbers of a row lie. by_byte, by_half: see `place`.
-enum class Order { plain, by_byte, by_half };
+// Whether rows of E are multiplied in bf16.
+template <class E>
+constexpr bool paired(Kind kind) {
+    return in_pairs<E> && is_gguf(kind);
+}
+
+// How each 64 numbers of a row lie. even_odd: in bf16, the even ones first. by_byte, by_half: see `place`.
+enum class Order { plain, even_odd, by_byte, by_half };
 
 // Whether 16 bytes have the codes of 32 numbers, 4 bits each, and the next 16 those of the next 32.
 consteval bool in_halves(Kind kind) {
@@ -19,10 +25,12 @@ consteval bool in_halves(Kind kind) {
 // Whether a group's codes are made in one register, whose bytes are then widened. Those in a grid are made by eight.
 consteval bool by_byte(Kind kind) { return W == 8 && is_gguf(kind) && !has_grid(kind); }
 
+template <class E>
 INLINE Order order_for(Kind kind) {
     Order order = Order::plain;
     with_kind(kind, [&]<Kind KIND>() {
-        if constexpr (by_byte(KIND)) order = in_halves(KIND) ? Order::by_half : Order::by_byte;
+        if constexpr (paired<E>(KIND)) order = Order::even_odd;
+        else if constexpr (by_byte(KIND)) order = in_halves(KIND) ? Order::by_half : Order::by_byte;
     });
     return order;
 }
@@ -36,8 +44,9 @@ constexpr int place(Order order, int i) {
     return 32 * of_register + 8 * (i / 4 % 4) + 4 * of_half + i % 4;
 }
 
-// Rows, one after the other: [inputs] in fp32, of kinds of GGUF with zeros past the end. Then the sums of groups, and
-// zeros; from 256 inputs on the sums of 16; and last what sums of products with codes are to be multiplied by.
+// Rows, one after the other: [inputs] in fp32, of kinds of GGUF with zeros past the end, or half as much of it in bf16.
+// Then the sums of groups, and zeros; from 256 inputs on the sums of 16; and last what sums of products with codes are
+// to be multiplied by.
 struct Rows {
     float* at;
     int inputs;
@@ -47,10 +56,20 @@ struct Rows {
     int groups() const { return inputs / GROUP; }
     Rows from(int64_t row) const { return {numbers(row), inputs}; }
     float* numbers(int64_t row) const { return at + row * stride(); }
+    uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(numbers(row)); }
     float* sums(int64_t row) const { return numbers(row) + padded(); }
     float* sums_of_16(int64_t row) const { return sums(row) + groups() + GROUPS; }
     float* unit(int64_t row) const { return numbers(row) + stride() - 1; }
 };
+
+// Of 64 numbers in bf16 the even ones, then the odd ones.
+INLINE void put_pairs(const uint16_t* from, uint16_t* to) {
+    for (int i = 0; i < PAIR / 2; i += W) {
+        const u32 both = load<u32>(from + 2 * i);
+        store(to + i, __builtin_convertvector(both & 0xffff, u16));
+        store(to + PAIR / 2 + i, __builtin_convertvector(both >> 16, u16));
+    }
+}
 
 // W numbers of 64, from number i on.
 INLINE void put_by_byte(float* pair, Order order, int i, const f32& x) {
@@ -76,15 +95,19 @@ void take(const Rows& rows, int64_t row, Order order, F&& read) {
     const bool by_byte = order == Order::by_byte || order == Order::by_half;
     __builtin_memset(sums, 0, (rows.groups() + GROUPS) * sizeof *sums);
     if (rows.inputs % PAIR) __builtin_memset(numbers + rows.inputs / PAIR * PAIR, 0, PAIR * sizeof *numbers);
+    alignas(64) uint16_t halves[PAIR] = {};
     f32 total = {}, half = {}, most = {};
     for (int i = 0; i < rows.inputs; i += W) {
         const f32 x = read(i);
-        if (by_byte) put_by_byte(numbers + i / PAIR * PAIR, order, i % PAIR, x);
+        if (order == Order::even_odd) Bf16::write(halves + i % PAIR, x);
+        else if (by_byte) put_by_byte(numbers + i / PAIR * PAIR, order, i % PAIR, x);
         else store(numbers + i, x);
         total += x, half += x, most = larger(__builtin_elementwise_abs(x), most);
         if (rows.inputs >= 256 && (i + W) % 16 == 0) rows.sums_of_16(row)[i / 16] = sum(half), half = f32{};
         if ((i + W) % GROUP) continue;
         sums[i / GROUP] = sum(total), total = f32{};
+        if (order == Order::even_odd) put_pairs(halves, rows.halves(row) + i / PAIR * PAIR);
+        if ((i + W) % PAIR == 0) __builtin_memset(halves, 0, sizeof halves);
     }
     *rows.unit(row) = by_byte ? unit_of(rows, row, most) : 1;
 }

@@ -13,10 +13,13 @@ GGUF = [name for name in NAMES if "/" not in name and not ENCODINGS[name].tail] 
 YOUNG = ("Q2_0", "Q1_0")  # that the package gguf does not decode
 
 
-def is_quicker_in_fixed_point(name: str, instructions: str) -> bool:
-    """Whether a CPU alone multiplies rows in 16 bits with a kind in fixed point."""
+def is_quicker_in_fixed_point(name: str, dtype: torch.dtype, instructions: str) -> bool:
+    """Whether a CPU alone multiplies rows with a kind in fixed point: unless it multiplies bf16 in pairs."""
+    in_pairs = dtype == torch.bfloat16 and instructions in ("avx512_bf16", "amx")
+    if dtype == torch.float32 or in_pairs or not ENCODINGS[name].has_integers:
+        return False
     on_avx2 = ("Q4_0", "Q4_1", "Q4_K", "MXFP4", "Q2_K", "Q2_0", "TQ2_0")
-    return name in on_avx2 if instructions == "avx2" else instructions != "neon" and ENCODINGS[name].has_integers
+    return name in on_avx2 if instructions == "avx2" else instructions != "neon" and not name.startswith("IQ1")
 
 
 def places(own: Encoding) -> tuple[int, ...]:

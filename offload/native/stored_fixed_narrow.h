@@ -66,7 +66,7 @@ INLINE PartsOf<KIND> added(PartsOf<KIND> acc, PartsOf<KIND> sums, PartsOf<KIND> 
 }
 
 template <Kind KIND>
-INLINE float folded(PartsOf<KIND> v) {
+INLINE float folded(PartsOf<KIND> v, int) {
     return sum(v);
 }
 
@@ -76,16 +76,17 @@ struct Plain {
     using lanes = PartsOf<KIND>;
     alignas(32) int16_t codes[BLOCK];
 
-    INLINE Plain(const uint8_t* at, const Own& own, int count) {
+    INLINE Plain(const uint8_t* const* from, const Own& own, int count) {
         for (int g = 0; g < count; g++) {
             alignas(GROUP) int8_t bytes[GROUP];
-            store_codes<KIND>(at, g, own, bytes);
+            store_codes<KIND>(from[0], g, own, bytes);
             using some = int8_t __attribute__((vector_size(16)));
             for (int i = 0; i < GROUP; i += 16)
                 store(codes + g * GROUP + i, __builtin_convertvector(load<some>(bytes + i), sixteen));
         }
     }
 
+    template <bool>
     INLINE lanes sums(const Rows& rows, int row, int b, int count) const {
         const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
         eight_sums v[VECTORS<KIND>][8] = {};
@@ -116,15 +117,16 @@ struct InBytes {
     using lanes = PartsOf<KIND>;
     __m256i codes[GROUPS];
 
-    INLINE InBytes(const uint8_t* at, const Own& own, int count) {
+    INLINE InBytes(const uint8_t* const* from, const Own& own, int count) {
         for (int g = 0; g < count; g++) {
             alignas(GROUP) int8_t bytes[GROUP];
-            if constexpr (has_grid(KIND)) store_codes<KIND>(at, g, own, bytes);
-            const group found = has_grid(KIND) ? load<group>(bytes) : codes_of<KIND>(at, g, own);
+            if constexpr (has_grid(KIND)) store_codes<KIND>(from[0], g, own, bytes);
+            const group found = has_grid(KIND) ? load<group>(bytes) : codes_of<KIND>(from[0], g, own);
             codes[g] = (__m256i)(found + uint8_t(offset(KIND)));
         }
     }
 
+    template <bool>
     INLINE lanes sums(const Rows& rows, int row, int b, int count) const {
         const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
         const int32_t* starts = rows.starts(row) + b * LANES;
@@ -155,10 +157,10 @@ struct InNibbles {
     using lanes = eight;
     __m256i codes[4][2];  // of groups i and 4 + i the first 16 codes, and the second
 
-    INLINE InNibbles(const uint8_t* from, const Own&, int) {
+    INLINE InNibbles(const uint8_t* const* from, const Own&, int) {
         constexpr bool of_two = of_256(KIND);  // bytes have codes of two groups
         constexpr int step = of_two ? GROUP : int(form(KIND).nbytes);
-        const uint8_t* at = from + form(KIND).codes.at;
+        const uint8_t* at = from[0] + form(KIND).codes.at;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const __m256i all = of_two ? sixteens(at + i / 2 * step + i % 2 * 16, 2 * step) : sixteens(at + i * step, 4 * step);
@@ -168,6 +170,7 @@ struct InNibbles {
         }
     }
 
+    template <bool>
     INLINE lanes sums(const Rows& rows, int row, int b, int) const {
         const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
         const int32_t* starts = rows.starts(row) + b * LANES;
@@ -219,7 +222,7 @@ struct Laying<KIND, Laid::nibbles> {
 // The codes of a block: of 256 inputs, or of fewer.
 template <Kind KIND, int>
 using Block = typename Laying<KIND, laid(KIND)>::Whole;
-template <Kind KIND>
+template <Kind KIND, int>
 using Rest = typename Laying<KIND, laid(KIND)>::Rest;
 
 }  // namespace fixed

@@ -80,10 +80,11 @@ INLINE f32 added(f32 acc, f32 sums, f32 scales) {
     return __builtin_shufflevector(acc, acc, 2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15);
 }
 
-// The sum of lanes, in the order of parts.
+// The sum of the lanes of a turn, in the order of parts.
 template <Kind KIND>
-INLINE float folded(f32 v) {
-    const f32 ordered = (f32)_mm512_permutexvar_ps(load<__m512i>(LANES_OF<KIND>.of), (__m512)v);
+INLINE float folded(f32 v, int turn) {
+    const __m512i from = _mm512_add_epi32(load<__m512i>(LANES_OF<KIND>.of), _mm512_set1_epi32(2 * turn));
+    const f32 ordered = (f32)_mm512_permutexvar_ps(from, (__m512)v);
     if constexpr (by_16(KIND)) return sum(ordered);
     return sum(__builtin_shufflevector(ordered, ordered, 0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -93,14 +94,15 @@ template <Kind KIND, int COUNT>
 struct Block {
     __m512i codes[4];
 
-    INLINE Block(const uint8_t* at, const Own& own, int count) {
-        const Words<KIND, 1> words(at, own);
+    INLINE Block(const uint8_t* const* at, const Own& own, int count) {
+        const Words<KIND, 1> words(at[0], own);
 #pragma unroll
-        for (int pair = 0; pair < 4; pair++) codes[pair] = offset_codes<KIND>(at, pair, own, words);
+        for (int pair = 0; pair < 4; pair++) codes[pair] = offset_codes<KIND>(at[0], pair, own, words);
         if (count > 6) transpose_fours(codes);
     }
 
     // The sums of a row's parts, in fp32.
+    template <bool>
     INLINE f32 sums(const Rows& rows, int row, int b, int count) const {
         const uint8_t* values = rows.values(row) + b * 2 * BLOCK;
         const __m512i start = load<__m512i>(rows.starts(row) + b * LANES);
@@ -137,31 +139,35 @@ template <Kind KIND, int COUNT>
 struct Block<KIND, COUNT> {
     __m512i codes[COUNT][4];  // of the even groups the first 16 and the second, then of the odd ones
 
-    INLINE Block(const uint8_t* at, const Own&, int) {
-        for (int i = 0; i < COUNT; i++) take(at + i * bytes_of_256(KIND) + form(KIND).codes.at, codes[i]);
+    INLINE Block(const uint8_t* const* at, const Own&, int) {
+        for (int i = 0; i < COUNT; i++) take(at[i] + form(KIND).codes.at, codes[i]);
     }
 
+    // OUTPUTS: the blocks are of two outputs, else the second one follows the first.
+    template <bool OUTPUTS>
     INLINE f32 sums(const Rows& rows, int row, int b, int count) const {
         const int pairs = (count + 1) / 2, kept = pairs * PAIR / 4;
         __m512i v[4] = {};  // of a block the even groups and the odd ones
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const uint8_t* values = rows.values(row) + (b + i) * 2 * BLOCK;
-            const auto read = [&](int k) { return _mm512_maskz_loadu_epi32(lanes_of(pairs), values + k * kept); };
+        for (int odd = 0; odd < 2; odd++) {
+            __m512i high[COUNT] = {}, low[COUNT] = {};
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                __m512i high = {}, low = {};
+            for (int k = 2 * odd; k < 2 * odd + 2; k++)
 #pragma unroll
-                for (int k = 2 * odd; k < 2 * odd + 2; k++) add_products(high, low, codes[i][k], read(2 * k), read(2 * k + 1));
-                v[2 * i + odd] = joined_sums(high, low);
-            }
+                for (int i = 0; i < COUNT; i++) {
+                    const uint8_t* values = rows.values(row) + (OUTPUTS ? b : b + i) * 2 * BLOCK + 2 * k * kept;
+                    const auto read = [&](int at) { return _mm512_maskz_loadu_epi32(lanes_of(pairs), values + at); };
+                    add_products(high[i], low[i], codes[i][k], read(0), read(kept));
+                }
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) v[2 * i + odd] = joined_sums(high[i], low[i]);
         }
         const auto halved = [](__m512i a, __m512i c) { return plus(_mm512_unpacklo_epi32(a, c), _mm512_unpackhi_epi32(a, c)); };
         const __m512i first = halved(v[0], v[1]), second = halved(v[2], v[3]);
         const __m512i all = plus(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
         const int32_t* starts = rows.starts(row) + b * LANES;
         f32 start = load<f32>(starts);
-        if constexpr (COUNT == 2) start = in_turns(start, load<f32>(starts + LANES));
+        if constexpr (COUNT == 2 && !OUTPUTS) start = in_turns(start, load<f32>(starts + LANES));
         return (f32)_mm512_cvtepi32_ps(plus((__m512i)start, all));
     }
 
@@ -193,8 +199,8 @@ struct Block<KIND, COUNT> {
     }
 };
 
-template <Kind KIND>
-using Rest = Block<KIND, 1>;  // of fewer than 256 inputs
+template <Kind KIND, int COUNT>
+using Rest = Block<KIND, COUNT>;  // of fewer than 256 inputs
 
 }  // namespace fixed
 }  // namespace stored
